@@ -129,7 +129,9 @@ pub mod weights {
 
     #[cfg(feature = "checkpoints")]
     pub use candle_attention_checkpoints::files::{Checkpoint, open, open_mmaped};
-    pub use candle_attention_core::weights::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
+    pub use candle_attention_core::weights::{
+        DenseNaming, Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout,
+    };
 }
 
 #[cfg(any(doc, doctest))]
@@ -138,6 +140,9 @@ pub mod guide {
 
     #[doc = include_str!("../docs/pytorch.md")]
     pub mod pytorch {}
+
+    #[doc = include_str!("../docs/jax.md")]
+    pub mod jax {}
 
     #[doc = include_str!("../docs/candle-models.md")]
     pub mod candle_models {}

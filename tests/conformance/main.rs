@@ -6,6 +6,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod layers;
 mod onnx;
 mod page;
 mod pytorch;

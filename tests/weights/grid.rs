@@ -79,16 +79,22 @@ pub fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> bool {
     let each_head_has_keys = cfg.num_heads() == cfg.num_kv_heads();
     match layout {
         // A gate is a linear layer, or rows of one.
-        WeightLayout::Raw(..) | WeightLayout::StackedHeads(..) | WeightLayout::Torch | WeightLayout::Conv1d
+        WeightLayout::Raw(..)
+        | WeightLayout::StackedHeads(..)
+        | WeightLayout::Torch
+        | WeightLayout::Conv1d
+        | WeightLayout::InOut(_)
+        | WeightLayout::Dense(_)
+        | WeightLayout::Flax
+        | WeightLayout::Keras
+        | WeightLayout::KerasH5
             if gate.is_some() =>
         {
             false
         }
         WeightLayout::Packed(..) if gate == Some(GateLayout::FusedWithQuery) => false,
         WeightLayout::Raw(..) => !any_bias,
-        WeightLayout::StackedHeads(_, storage) => {
-            !cfg.out_proj() && each_head_has_keys && (storage == Storage::Linear || !any_bias)
-        }
+        WeightLayout::StackedHeads(_, storage) => each_head_has_keys && (storage == Storage::Linear || !any_bias),
         // One bias flag, one width for all heads, and an output as wide as the queries.
         WeightLayout::Torch => {
             each_head_has_keys

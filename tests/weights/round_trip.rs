@@ -27,7 +27,8 @@ fn output(layer: &MultiHeadAttention) -> Result<Tensor> {
 /// Returns the tolerance: transposed weights are multiplied from another memory layout, which may sum in another order.
 fn tolerance(layout: WeightLayout) -> f64 {
     match layout {
-        WeightLayout::Raw(..) | WeightLayout::Conv1d => 2e-6,
+        WeightLayout::Raw(..) | WeightLayout::Conv1d | WeightLayout::InOut(_) | WeightLayout::Dense(_) => 2e-6,
+        WeightLayout::Flax | WeightLayout::Keras | WeightLayout::KerasH5 => 2e-6,
         WeightLayout::StackedHeads(_, storage) if storage != Storage::Linear => 2e-6,
         _ => 0.0,
     }
@@ -40,6 +41,9 @@ fn masks(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Vec<String> {
         WeightLayout::Book | WeightLayout::Short => vec!["mask".into()],
         WeightLayout::StackedHeads(Naming::Book | Naming::Short, _) => {
             (0..cfg.num_heads()).map(|i| format!("heads.{i}.mask")).collect()
+        }
+        WeightLayout::StackedHeads(Naming::MinGpt, _) => {
+            (0..cfg.num_heads()).map(|i| format!("heads.{i}.tril")).collect()
         }
         _ => vec![],
     }
@@ -70,7 +74,8 @@ fn layouts_round_trip_every_config_bit_for_bit() -> Result<()> {
                 continue;
             };
             held += 1;
-            let of_f32 = written.iter().filter(|(name, mask)| name.contains("mask") && mask.dtype() == DType::F32);
+            let is_mask = |name: &str| name.contains("mask") || name.contains("tril");
+            let of_f32 = written.iter().filter(|(name, mask)| is_mask(name) && mask.dtype() == DType::F32);
             assert_eq!(of_f32.map(|(name, _)| name.clone()).collect::<Vec<_>>(), masks(&cfg, layout), "{what}");
             let read = load(&cfg, layout, &written)?;
             assert_eq!(bits(&read)?, expected, "{what}");

@@ -10,7 +10,8 @@ const DOCUMENTED: &str = "canonical book short d2l bert vit distilbert opt phi t
     raw:book raw:short raw:d2l raw:canonical raw-transposed:book stacked:book stacked-raw:short \
     stacked-raw-transposed:short torch conv1d packed:qkv_proj packed:Wqkv packed:Wqkv-Wo packed:query_key_value \
     packed:query_key_value:by-head packed:c_attn packed:c_attn:by-head packed:qkv packed:to_qkv packed:to_qkv-to_out.0 \
-    packed:qkv_proj:by-head";
+    packed:qkv_proj:by-head mlx torchtune flax keras keras-h5 dense:canonical dense:t5 in-out:book raw:mingpt \
+    stacked:mingpt";
 
 #[test]
 fn layout_names_are_unique_and_parse_back() -> Result<()> {
@@ -22,4 +23,19 @@ fn layout_names_are_unique_and_parse_back() -> Result<()> {
         assert_eq!(spelling.parse::<WeightLayout>()?.to_string(), spelling);
     }
     Ok(())
+}
+
+#[test]
+fn layout_named_after_a_model_is_refused_with_the_layout_of_the_model() {
+    for (model, layout) in [
+        ("llama", "`canonical`"),
+        ("Mistral", "`canonical`"),
+        ("gpt2", "`conv1d`"),
+        ("nanogpt", "`packed:c_attn`"),
+        ("jax", "`flax`"),
+        ("pytorch", "`torch`"),
+    ] {
+        let error = model.parse::<WeightLayout>().expect_err(model).to_string();
+        assert!(error.contains(model) && error.contains(layout), "{error}");
+    }
 }

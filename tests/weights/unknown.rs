@@ -48,6 +48,10 @@ const UNKNOWN: &[(&str, &[usize])] = &[
     ("attention_sinks", &[2]),
 ];
 
+/// The parameters among these that an option of the config asks for.
+const OF_CONFIGS: [&str; 8] =
+    ["mem_k", "mem_v", "q_norm.weight", "k_layernorm.weight", "sinks", "bias_k", "gate_proj.weight", "rel_pos_h"];
+
 /// Buffers, which change nothing.
 const HARMLESS: &[(&str, &[usize])] = &[
     ("mask", &[5, 5]),
@@ -61,7 +65,7 @@ const HARMLESS: &[(&str, &[usize])] = &[
 fn config(layout: WeightLayout, has_output: bool) -> MultiHeadAttentionConfig {
     let is_stack = matches!(layout, WeightLayout::StackedHeads(..));
     let key_heads = if is_stack || layout == WeightLayout::Torch { 2 } else { 1 };
-    let has_output = (has_output || layout == WeightLayout::Torch) && !is_stack;
+    let has_output = has_output || layout == WeightLayout::Torch;
     MultiHeadAttentionConfig::new(8, 2).with_num_kv_heads(key_heads).with_bias(false).with_out_proj(has_output)
 }
 
@@ -92,8 +96,7 @@ fn unknown_parameters_in_files_of_every_layout_are_rejected() {
         let layout = layouts[layout];
         let (name, shape) = UNKNOWN[unknown];
         // The norms, sinks and similar parameters of a config are in the module of the projections alone.
-        let is_foreign = !["q_norm.weight", "k_layernorm.weight", "sinks", "bias_k", "gate_proj.weight", "rel_pos_h"]
-            .contains(&name);
+        let is_foreign = !OF_CONFIGS.contains(&name);
         let name = match inner_module(layout) {
             Some(inner) if is_inner && is_foreign => format!("{inner}.{name}"),
             _ => name.to_string(),

@@ -24,7 +24,7 @@ pub mod cpu {
 pub mod weights {
     //! The layouts of checkpoints: how they name, pack and transpose the weights of attention.
 
-    pub use crate::params::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
+    pub use crate::params::{DenseNaming, Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 }
 
 /// Internals that other packages of the workspace use. They are not covered by semantic versioning.
@@ -34,8 +34,8 @@ pub mod internal {
     pub use crate::layer::LatentProjections;
     pub use crate::mask::rows_of_ones;
     pub use crate::params::{
-        AdaptableModule, AdapterMatrices, GATE_NAME, LayoutTensor, OTHER_GATE_NAME, ProjectionShape, TensorSource,
-        detect_with, projection_shape, query_weights, wrapper_prefixes,
+        AdaptableModule, AdapterMatrices, GATE_NAME, LayoutTensor, MaskBuffer, OTHER_GATE_NAME, ProjectionShape,
+        TensorSource, detect_with, nearest_layout, projection_shape, query_weights, wrapper_prefixes,
     };
     pub use crate::sdpa::{has_relative_bias, take_alibi_slopes, without_sinks};
 }

@@ -18,9 +18,9 @@ pub(super) struct Backend {
 
 impl Backend {
     fn find(&self, name: &str) -> Result<&StoredTensor> {
-        match self.checkpoint.entries.get(name) {
+        match self.checkpoint.entry(name) {
             Some(Entry::Stored(stored)) => Ok(stored),
-            Some(Entry::Unreadable { problem, .. }) => Err(Error::msg(problem)),
+            Some(Entry::Unreadable { problem, .. }) => Err(Error::msg(format!("{name}: {problem}"))),
             None => {
                 // The reader of a layer finds the hint as the context of the cause.
                 let missing = Error::CannotFindTensor { path: name.to_string() };
@@ -62,7 +62,7 @@ impl Backend {
 
 impl SimpleBackend for Backend {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
-        if let Some(got) = self.checkpoint.entries.get(name).and_then(Entry::shape)
+        if let Some(got) = self.checkpoint.entry(name).and_then(Entry::shape)
             && got != shape.dims()
         {
             let msg = format!("shape mismatch for {name}");

@@ -2,8 +2,9 @@
 
 use candle_core::{Result, bail};
 
-use candle_attention_core::internal::{GATE_NAME, LayoutTensor, OTHER_GATE_NAME, TensorSource};
+use candle_attention_core::internal::{GATE_NAME, LayoutTensor, MaskBuffer, OTHER_GATE_NAME, TensorSource};
 use candle_attention_core::{MultiHeadAttentionConfig, WeightLayout};
+use candle_attention_modules::base::StoredDims;
 use candle_attention_modules::linear::Projection::{Gate, Key, Output, Query, Value};
 
 /// The size of a projection: rows (out) and columns (in), as an `nn.Linear` has them.
@@ -38,16 +39,17 @@ pub(super) fn infer_config(
     let Some(out_weight) = named.iter().find(|tensor| tensor.holds(Output)) else {
         bail!("[weights] the layout {layout} has no output projection")
     };
-    let out = if tensors.contains(&out_weight.name()) && !layout.is_stacked() {
-        Some(matrix(tensors, out_weight)?)
-    } else {
-        None
-    };
+    let out = if tensors.contains(&out_weight.name()) { Some(matrix(tensors, out_weight)?) } else { None };
     let stack = layout.is_stacked().then(|| stacked_heads(tensors, layout));
+    let counted = match stack {
+        Some(heads) => Some(heads),
+        None => heads_of_kernel(tensors, &named)?,
+    };
     let inputs = inputs(tensors, &named, out_weight, out, num_heads)?;
-    let h = match (stack, num_heads) {
+    let h = match (counted, num_heads) {
         (Some(counted), Some(given)) if counted != given => {
-            bail!("[weights] the file has a stack of {counted} heads, but num_heads is {given}")
+            let what = if stack.is_some() { "a stack of" } else { "kernels of" };
+            bail!("[weights] the file has {what} {counted} heads, but num_heads is {given}")
         }
         (Some(h), _) | (None, Some(h)) if h > 0 => h,
         _ => bail!("[weights] shapes do not tell the number of heads; give num_heads (at least 1)"),
@@ -74,13 +76,19 @@ pub(super) fn infer_config(
         .with_out_dim(out.map_or(heads_dim, |out| out.rows))
         .with_sinks(tensors.contains("sinks"))
         .with_bias_kv(tensors.contains("bias_k"));
-    let mask = if stack.is_some() { "heads.0.mask" } else { "mask" };
-    if layout.has_mask_buffer()
-        && tensors.contains(mask)
-        && let [queries, keys] = tensors.shape(mask)?[..]
-        && queries == keys
+    if tensors.contains("mem_k")
+        && let [_, count, _] = tensors.shape("mem_k")?[..]
     {
-        cfg = cfg.with_causal(true).with_context_length(keys);
+        cfg = cfg.with_num_mem_kv(count);
+    }
+    if let Some(MaskBuffer { name, .. }) = layout.mask_buffer() {
+        let mask = if stack.is_some() { format!("heads.0.{name}") } else { name.to_string() };
+        if tensors.contains(&mask)
+            && let [queries, keys] = tensors.shape(&mask)?[..]
+            && queries == keys
+        {
+            cfg = cfg.with_causal(true).with_context_length(keys);
+        }
     }
     cfg.validate()?;
     Ok(cfg)
@@ -97,6 +105,17 @@ fn refuse_untold(tensors: &impl TensorSource) -> Result<()> {
         bail!("[weights] the layer has an output gate ({name}); shapes do not tell its activation, so give a config")
     }
     Ok(())
+}
+
+/// Returns the number of heads of the query kernel, if kernels have a dimension of heads.
+fn heads_of_kernel(tensors: &impl TensorSource, named: &[LayoutTensor]) -> Result<Option<usize>> {
+    let Some(query) = named.iter().find(|tensor| tensor.holds(Query) && tensor.dims() == StoredDims::InHeads) else {
+        return Ok(None);
+    };
+    match tensors.shape(&query.name())?[..] {
+        [_, heads, _] => Ok(Some(heads)),
+        _ => Ok(None),
+    }
 }
 
 /// Returns the number of heads of a stack.
@@ -121,7 +140,12 @@ fn inputs(
     let (Some(second), Some(third)) = (weights.next(), weights.next()) else {
         return packed(matrix(tensors, first)?, &first.module, &out_weight.module, out, num_heads);
     };
-    Ok(Inputs { query: matrix(tensors, first)?, key: matrix(tensors, second)?, value: matrix(tensors, third)? })
+    let mut query = matrix(tensors, first)?;
+    let mut key = matrix(tensors, second)?;
+    if second.holds(Query) {
+        std::mem::swap(&mut query, &mut key);
+    }
+    Ok(Inputs { query, key, value: matrix(tensors, third)? })
 }
 
 fn divide(what: &str, rows: usize, by: usize) -> Result<usize> {
@@ -133,10 +157,16 @@ fn divide(what: &str, rows: usize, by: usize) -> Result<usize> {
 
 fn matrix(tensors: &impl TensorSource, weight: &LayoutTensor) -> Result<Matrix> {
     let name = weight.name();
-    match tensors.shape(&name)?[..] {
-        [columns, rows] if weight.is_transposed() => Ok(Matrix { rows, columns }),
-        [rows, columns] => Ok(Matrix { rows, columns }),
-        ref other => bail!("[weights] {name} has shape {other:?}, expected a matrix"),
+    let shape = tensors.shape(&name)?;
+    match (weight.dims(), &shape[..]) {
+        (StoredDims::OutIn, &[rows, columns]) => Ok(Matrix { rows, columns }),
+        (StoredDims::InOut, &[columns, rows]) => Ok(Matrix { rows, columns }),
+        (StoredDims::InHeads, &[columns, heads, width]) => Ok(Matrix { rows: heads.saturating_mul(width), columns }),
+        (StoredDims::HeadsOut, &[heads, width, rows]) => Ok(Matrix { rows, columns: heads.saturating_mul(width) }),
+        (StoredDims::InHeads | StoredDims::HeadsOut, other) => {
+            bail!("[weights] {name} has shape {other:?}, expected three dimensions")
+        }
+        (_, other) => bail!("[weights] {name} has shape {other:?}, expected a matrix"),
     }
 }
 

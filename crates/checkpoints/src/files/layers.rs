@@ -7,9 +7,10 @@ use super::Checkpoint;
 use super::infer::infer_config;
 use super::stored::Entry;
 use candle_attention_core::MultiHeadAttentionConfig;
-use candle_attention_core::internal::{TensorSource, detect_with, query_weights};
+use candle_attention_core::internal::{LayoutTensor, TensorSource, detect_with, nearest_layout, query_weights};
 use candle_attention_core::weights::{PackedNaming, QkvOrder, WeightLayout};
 use candle_attention_modules::base::{edits, moved_names};
+use candle_attention_modules::linear::Projection;
 
 impl Checkpoint {
     /// Returns the prefixes below which there is an attention layer, numbers in their natural order. The root is "".
@@ -43,8 +44,10 @@ impl Checkpoint {
     /// # Errors
     /// As [`WeightLayout::detect`].
     pub fn detect(&self, prefix: &str) -> Result<WeightLayout> {
+        // A key of this crate; an unknown layout there is an error.
+        let named = self.config["layout"].as_str().map(str::parse::<WeightLayout>).transpose()?;
         detect_with(&LayerTensors { checkpoint: self, prefix: prefix.to_string() }, |layout| {
-            names_layout(&self.config, layout)
+            names_layout(&self.config, named, layout)
         })
     }
 
@@ -87,7 +90,19 @@ impl Checkpoint {
         }
         let last = &missing[parent.len()..];
         names.sort_by_cached_key(|name| edits(last, &name[parent.len()..]));
-        if names.is_empty() { "the file has no tensors".to_string() } else { format!("there are {}", listed(&names)) }
+        if names.is_empty() {
+            return "the file has no tensors".to_string();
+        }
+        let own: Vec<_> = names.iter().map(|name| name[parent.len()..].trim_start_matches('.')).collect();
+        match nearest_layout(&own) {
+            // The names of a layout are found without a hint.
+            Some(layout) if !own.contains(&layout.weight_name(Projection::Query, true).as_str()) => {
+                let tensors = layout.tensors(0, true);
+                let weights: Vec<_> = tensors.iter().filter(|tensor| !tensor.is_bias).map(LayoutTensor::name).collect();
+                format!("there are {}; the nearest layout is `{layout}` ({})", listed(&names), weights.join(", "))
+            }
+            _ => format!("there are {}", listed(&names)),
+        }
     }
 
     /// Returns the names of all tensors below a prefix, which may be empty.
@@ -124,7 +139,7 @@ impl TensorSource for LayerTensors<'_> {
 
     fn shape(&self, name: &str) -> Result<Vec<usize>> {
         let name = self.full_name(name);
-        match self.checkpoint.stored_name(&name).and_then(|stored| self.checkpoint.entries.get(&stored)) {
+        match self.checkpoint.stored_name(&name).and_then(|stored| self.checkpoint.entry(&stored)) {
             None => bail!("[weights] {name} is missing; {}", self.checkpoint.hint(&name)),
             Some(Entry::Stored(stored)) => Ok(stored.shape.clone()),
             Some(Entry::Unreadable { shape: Some(shape), .. }) => Ok(shape.clone()),
@@ -161,15 +176,15 @@ fn natural_order(prefix: &str) -> Vec<(u64, String)> {
     prefix.split('.').map(|part| (part.parse().unwrap_or(u64::MAX), part.to_string())).collect()
 }
 
-/// Returns whether the config of a checkpoint names this layout: by `layout`, a key of this crate, or by an
-/// architecture whose packed rows are in an order that their names do not tell.
-fn names_layout(config: &Value, layout: WeightLayout) -> bool {
+/// Returns whether the config of a checkpoint names this layout: by `layout`, a key of this crate that was parsed as
+/// `named`, or by an architecture whose packed rows are in an order that their names do not tell.
+fn names_layout(config: &Value, named: Option<WeightLayout>, layout: WeightLayout) -> bool {
     // nanoGPT saves `model_args`.
     if config["model_args"]["n_head"].is_number() {
         return layout == WeightLayout::Packed(PackedNaming::CAttn, QkvOrder::ByPart);
     }
-    if let Some(spelling) = config["layout"].as_str() {
-        return spelling == layout.to_string();
+    if let Some(named) = named {
+        return named == layout;
     }
     let WeightLayout::Packed(_, order) = layout else { return false };
     match config["model_type"].as_str() {

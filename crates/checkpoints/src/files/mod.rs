@@ -83,6 +83,9 @@ impl Checkpoint {
     /// the index of a checkpoint's shards (`model.safetensors.index.json`, `pytorch_model.bin.index.json`), or a folder
     /// with one of these under its usual name. The content of a file tells its format, not the name.
     ///
+    /// Names with `/` between their parts, as flax and Keras have, become names with `.`, so that a prefix of a builder
+    /// finds them.
+    ///
     /// # Errors
     /// If there is no such file, or it is truncated, or it is neither format; the message names the file.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
@@ -119,7 +122,7 @@ impl Checkpoint {
                 safetensors.push(file.to_path_buf());
                 safetensors::entries(file).map_err(|error| cannot_read(file, &error))?
             };
-            for (name, entry) in file_entries {
+            for (name, entry) in with_dots(file_entries) {
                 if entries.contains_key(&name) {
                     bail!("[weights] {name} is in {} and in another file before it", file.display())
                 }
@@ -165,7 +168,13 @@ impl Checkpoint {
 
     /// Returns whether there is a tensor of this name that is not the scale of another.
     fn contains(&self, name: &str) -> bool {
-        self.entries.contains_key(name) && !self.is_scale(name)
+        self.entry(name).is_some() && !self.is_scale(name)
+    }
+
+    /// Returns the tensor of this name, also of a name with `/` as in the file.
+    fn entry(&self, name: &str) -> Option<&Entry> {
+        let in_file = self.entries.get(name);
+        if in_file.is_none() && name.contains('/') { self.entries.get(&name.replace('/', ".")) } else { in_file }
     }
 
     /// Returns the name under which the checkpoint has a tensor that is not the scale of another: this name, or the
@@ -179,6 +188,29 @@ impl Checkpoint {
         let weight = SCALES.iter().find_map(|suffix| name.strip_suffix(suffix));
         weight.and_then(|weight| self.entries.get(weight)).is_some_and(Entry::is_float8)
     }
+}
+
+/// Returns the tensors of a file with `.` in their names for `/`, which flax and Keras write between the parts of a
+/// name. A name stays as it is if another tensor has the name with `.`.
+fn with_dots(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
+    if !entries.keys().any(|name| name.contains('/')) {
+        return entries;
+    }
+    let mut renamed = BTreeMap::new();
+    let mut kept = BTreeMap::new();
+    for (name, entry) in entries {
+        if name.contains('/') {
+            kept.insert(name, entry)
+        } else {
+            renamed.insert(name, entry)
+        };
+    }
+    for (name, entry) in kept {
+        let with_dots = name.replace('/', ".");
+        let is_free = !renamed.contains_key(&with_dots);
+        renamed.insert(if is_free { with_dots } else { name }, entry);
+    }
+    renamed
 }
 
 fn cannot_read(file: &Path, error: &Error) -> Error {

@@ -12,6 +12,7 @@ use crate::mask::{AttentionMask, Placement};
 use crate::sdpa::{
     AttentionResult, Call, OutputOnly, Plan, Qkv, Request, SdpaOptions, choose, plan_of_call, run_on, run_request,
 };
+use candle_attention_modules::base::accumulation_dtype;
 
 /// Computes keys (B, H, T, D) and values (B, H, T, D_v) from the rows (B, H_kv, T, width) of a cache, in their dtype.
 type Expansion<'e> = Box<dyn Fn(&Tensor) -> Result<KvFloats> + 'e>;
@@ -29,6 +30,9 @@ pub(crate) struct CachedCall<'e> {
     is_of_earlier_layer: bool,
     /// Computes the keys and values that are attended to from the stored ones, if these are latents.
     pub expansion: Option<Expansion<'e>>,
+    /// The keys (1, H_kv, n, D) and values (1, H_kv, n, D_v) that follow the stored ones of each sequence, for every
+    /// query to attend to.
+    pub appended: Option<KvFloats>,
 }
 
 /// A call whose keys and values are staged.
@@ -75,6 +79,7 @@ impl AttentionCache {
             placements: new.placements(&attended),
             is_of_earlier_layer: false,
             expansion: None,
+            appended: None,
             buffers: staged,
         };
         let cache = self.commit(new, &reserved, attended, k.dtype())?;
@@ -207,6 +212,7 @@ impl AttentionCache {
             detached: self.config.detached(),
             is_of_earlier_layer: true,
             expansion: None,
+            appended: None,
             buffers,
         })
     }
@@ -225,6 +231,18 @@ impl CachedCall<'_> {
         Ok(KvFloats { k, v })
     }
 
+    /// Returns stored keys and values followed by the appended ones: a copy, if there are some.
+    fn with_appended(&self, stored: KvFloats) -> Result<KvFloats> {
+        let Some(appended) = &self.appended else { return Ok(stored) };
+        let joined = |stored: &Tensor, appended: &Tensor| {
+            let (_, h_kv, n, width) = appended.dims4()?;
+            let appended = if self.detached { appended.detach() } else { appended.clone() };
+            let each = appended.to_dtype(self.dtype)?.broadcast_as((stored.dim(0)?, h_kv, n, width))?;
+            Tensor::cat(&[&stored.contiguous()?, &each.contiguous()?], 2)
+        };
+        Ok(KvFloats { k: joined(&stored.k, &appended.k)?, v: joined(&stored.v, &appended.v)? })
+    }
+
     /// Returns the rows of the buffers that store a key of some sequence, with the mask and the options for these rows
     /// instead of for positions in the sequence.
     ///
@@ -235,7 +253,11 @@ impl CachedCall<'_> {
         let starts: Vec<_> = self.placements.iter().map(|placement| placement.keys.start).collect();
         let rows = self.placements.iter().map(|placement| placement.keys.len()).max().unwrap_or(0);
         let (b, h, t_q, _) = q.dims4()?;
-        let mask = mask.rebase(OP, &self.placements, [b, h, t_q, rows], q.device())?;
+        let dims = [b, h, t_q, rows];
+        let mut mask = mask.rebase(OP, &self.placements, dims, q.device())?;
+        if let Some(appended) = &self.appended {
+            mask = mask.with_appended_keys(appended.k.dim(2)?, dims, accumulation_dtype(q.dtype()), q.device())?;
+        }
         let options = options.for_keys_from(&starts, t_q, rows)?;
         Ok(ReadRows { buffers: self.buffers.rows(&(0..rows))?, mask, options })
     }
@@ -278,7 +300,7 @@ impl CachedCall<'_> {
     /// Returns the call of a kernel that reads keys and values of 8 bits, if the rows have them as they are attended
     /// to.
     fn call_of_codes(&self, op: &'static str, q: &Tensor, rows: &ReadRows) -> Result<Option<Call>> {
-        if self.expansion.is_some() || q.device().is_metal() {
+        if self.expansion.is_some() || self.appended.is_some() || q.device().is_metal() {
             return Ok(None);
         }
         let Some(KvCodes { k, v, scales }) = &rows.buffers.codes()? else { return Ok(None) };
@@ -289,7 +311,7 @@ impl CachedCall<'_> {
     fn call_of_floats(&self, op: &'static str, q: &Tensor, rows: &ReadRows) -> Result<Call> {
         let q = q.to_dtype(self.dtype)?;
         let call = |buffers: &KvBuffers| {
-            let KvFloats { k, v } = self.read(buffers)?;
+            let KvFloats { k, v } = self.with_appended(self.read(buffers)?)?;
             Call::with_all_dims(op, Qkv { q: &q, k: &k, v: &v }, None, None, &rows.mask, &rows.options)
         };
         let in_place = call(&rows.buffers)?;

@@ -82,8 +82,8 @@ impl MultiHeadAttentionConfig {
         self
     }
 
-    /// Sets a bound of the scores: they become `softcap · tanh(score / softcap)`, as in Gemma 2. There is none by
-    /// default.
+    /// Sets a bound of the scores: they become `softcap · tanh(score / softcap)`, as in Gemma 2, after the scale and
+    /// before biases are added. There is none by default.
     #[doc(alias = "attn_logit_softcapping")]
     pub fn with_softcap(mut self, softcap: impl Into<Option<f64>>) -> Self {
         self.softcap = softcap.into();

@@ -2,6 +2,7 @@
 
 mod attention;
 mod projections;
+mod stored;
 mod validate;
 
 use serde::{Deserialize, Serialize};
@@ -44,8 +45,9 @@ const OP: &str = "multi_head_attention";
 /// assert_eq!(cfg, MultiHeadAttentionConfig::new(512, 8).with_causal(true));
 /// # Ok(()) }
 /// ```
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+///
+/// An unknown name is an error that says which option has the nearest one.
+#[derive(Debug, Clone, PartialEq, Serialize)]
 #[must_use]
 pub struct MultiHeadAttentionConfig {
     embed_dim: usize,
@@ -56,21 +58,14 @@ pub struct MultiHeadAttentionConfig {
     out_dim: Option<usize>,
     kdim: Option<usize>,
     vdim: Option<usize>,
-    #[serde(default)]
     q_bias: bool,
-    #[serde(default)]
     k_bias: bool,
-    #[serde(default)]
     v_bias: bool,
-    #[serde(default)]
     out_bias: bool,
-    #[serde(default = "has_out_proj")]
     out_proj: bool,
-    #[serde(default)]
     bias_kv: bool,
-    #[serde(default)]
+    num_mem_kv: usize,
     add_zero_attn: bool,
-    #[serde(default)]
     causal: bool,
     context_length: Option<usize>,
     window: Option<usize>,
@@ -79,11 +74,9 @@ pub struct MultiHeadAttentionConfig {
     clip_qkv: Option<f64>,
     softcap: Option<f64>,
     scale: Option<f64>,
-    #[serde(default)]
     sinks: bool,
     qk_norm: Option<QkNorm>,
     rope: Option<RopeConfig>,
-    #[serde(default)]
     norm_after_rope: bool,
     value_norm: Option<f64>,
     attention_temperature: Option<AttentionTemperature>,
@@ -92,15 +85,8 @@ pub struct MultiHeadAttentionConfig {
     content_positions: Option<ContentPositions>,
     output_gate: Option<OutputGate>,
     output_norm: Option<OutputNorm>,
-    #[serde(default)]
     kv_sharing: KvSharing,
-    #[serde(default)]
     dropout: f64,
-}
-
-/// Returns the default of [`MultiHeadAttentionConfig::out_proj`].
-fn has_out_proj() -> bool {
-    true
 }
 
 /// A window on both sides of a query: it attends to the keys from `left` before its own position to `right` after it.
@@ -134,6 +120,7 @@ impl MultiHeadAttentionConfig {
             out_bias: false,
             out_proj: true,
             bias_kv: false,
+            num_mem_kv: 0,
             add_zero_attn: false,
             causal: false,
             context_length: None,

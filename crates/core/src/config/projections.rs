@@ -64,6 +64,31 @@ impl MultiHeadAttentionConfig {
         self
     }
 
+    /// Sets the number of learned keys and values of each key head that follow the keys of a call, for every query to
+    /// attend to (parameters `mem_k` and `mem_v`, (H_kv, `num_mem_kv`, D)): `num_mem_kv` of x-transformers. They have
+    /// neither a norm nor a position. Attention weights then have T_kv + `num_mem_kv` columns; x-transformers has these columns
+    /// first, this crate last. The default is 0.
+    ///
+    /// A call with a cache copies the stored keys and values once, to put the learned ones behind them.
+    ///
+    /// ```
+    /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true).with_num_mem_kv(2);
+    /// let mha = MultiHeadAttention::new(&cfg, VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu))?;
+    /// let xs = Tensor::randn(0f32, 1., (1, 5, 64), &Device::Cpu)?;
+    /// assert_eq!(mha.forward_with_weights(&xs)?.weights.dims(), [1, 4, 5, 7]);
+    /// # Ok(()) }
+    /// ```
+    #[doc(alias = "mem_k")]
+    #[doc(alias = "memory_kv")]
+    pub fn with_num_mem_kv(mut self, num_mem_kv: usize) -> Self {
+        self.num_mem_kv = num_mem_kv;
+        self
+    }
+
     /// Sets whether a key and a value of zeros are appended to those of a call, after the learned ones:
     /// `add_zero_attn` of `torch.nn.MultiheadAttention`, which no checkpoint records. Attention weights then have one
     /// more column. The default is no.
@@ -114,6 +139,11 @@ impl MultiHeadAttentionConfig {
         self.bias_kv
     }
 
+    /// Returns the number of learned keys and values of each key head that follow the keys of a call.
+    pub fn num_mem_kv(&self) -> usize {
+        self.num_mem_kv
+    }
+
     /// Returns whether a key and a value of zeros are appended to those of a call.
     pub fn add_zero_attn(&self) -> bool {
         self.add_zero_attn
@@ -126,7 +156,7 @@ impl MultiHeadAttentionConfig {
 
     /// Returns the number of keys and values that the layer appends to those of a call.
     pub(crate) fn appended_keys(&self) -> usize {
-        usize::from(self.bias_kv) + usize::from(self.add_zero_attn)
+        (usize::from(self.bias_kv) + usize::from(self.add_zero_attn)).saturating_add(self.num_mem_kv)
     }
 }
 

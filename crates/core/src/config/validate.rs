@@ -119,6 +119,7 @@ impl MultiHeadAttentionConfig {
                     ("k_bias", self.k_bias),
                     ("v_bias", self.v_bias),
                     ("bias_kv", self.bias_kv),
+                    ("num_mem_kv", self.num_mem_kv > 0),
                     ("add_zero_attn", self.add_zero_attn),
                     ("value_norm", self.value_norm.is_some()),
                     ("content_positions", self.content_positions.is_some()),
@@ -137,18 +138,23 @@ impl MultiHeadAttentionConfig {
     /// Checks the options that a layer with appended keys cannot have: these keys come after the call's, and have
     /// neither their norms nor their positions.
     fn validate_appended_keys(&self) -> Result<()> {
-        if !self.bias_kv && !self.add_zero_attn {
+        if self.appended_keys() == 0 {
             return Ok(());
         }
-        let option = if self.bias_kv { "bias_kv" } else { "add_zero_attn" };
-        let key = if self.bias_kv { "a learned key" } else { "a key of zeros" };
+        let (option, key) = match (self.bias_kv, self.add_zero_attn) {
+            (true, _) => ("bias_kv", "a learned key"),
+            (false, true) => ("add_zero_attn", "a key of zeros"),
+            (false, false) => ("num_mem_kv", "a learned key"),
+        };
+        // The learned keys of x-transformers are used without norms and rotations.
+        let is_of_pytorch = self.bias_kv || self.add_zero_attn;
         for (other, is_set) in [("qk_norm", self.qk_norm.is_some()), ("value_norm", self.value_norm.is_some())] {
-            if is_set {
+            if is_set && is_of_pytorch {
                 bail!("[{OP}] {option} and {other} are both set, but no norm is defined for {key}")
             }
         }
         for (other, is_set) in [
-            ("rope", self.rope.is_some()),
+            ("rope", self.rope.is_some() && is_of_pytorch),
             ("alibi", self.alibi.is_some()),
             ("relative_bias", self.relative_bias.is_some()),
             ("content_positions", self.content_positions.is_some()),

@@ -6,7 +6,7 @@ use super::heads::{ProjectedHeads, split_heads};
 use super::input::{AttentionInput, KeysFrom};
 use super::validate::{CheckedInput, NO_KEYS};
 use super::{LayerOutput, MultiHeadAttention, OP};
-use crate::cache::{AttentionCache, CachedCall, KvSizes};
+use crate::cache::{AttentionCache, CachedCall, KvFloats, KvSizes};
 use crate::mask::AttentionMask;
 use crate::position::{CallContext, KeysByHeads, QueryKeyPositions, ScoreArguments};
 use crate::sdpa::{
@@ -118,7 +118,9 @@ impl MultiHeadAttention {
         let keys = match checked.keys_from {
             KeysFrom::Cache(cache) => {
                 let KeysAndValues { keys, values } = kv.ok_or_else(no_keys)?;
-                let staged = cache.stage(&checked.tokens, &keys, Some(&values), values.dim(3)?)?;
+                let mut staged = cache.stage(&checked.tokens, &keys, Some(&values), values.dim(3)?)?;
+                let appended = self.appended_heads()?;
+                staged.call.appended = appended.map(|KeysAndValues { keys: k, values: v }| KvFloats { k, v });
                 self.modify_for_cache(&mut arguments, input, &checked, &staged.cache)?;
                 cache_after = Some(staged.cache);
                 AttendedKeys::Cached(staged.call)
@@ -154,7 +156,8 @@ impl MultiHeadAttention {
     fn mask_of_call(&self, input: &AttentionInput, q: &Tensor, checked: &CheckedInput) -> Result<AttentionMask> {
         let mask = input.whole_mask(&self.mask, &checked.tokens, q.dim(0)?, q.device())?;
         let appended = self.config.appended_keys();
-        if appended == 0 {
+        // The rows that a cache reads are known later, and their mask with them.
+        if appended == 0 || matches!(checked.keys_from, KeysFrom::Cache(_)) {
             return Ok(mask);
         }
         let dims = [q.dim(0)?, self.config.num_heads(), q.dim(2)?, checked.t_kv];

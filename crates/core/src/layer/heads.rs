@@ -35,7 +35,10 @@ impl MultiHeadAttention {
         let rotations = self.rotations(inputs)?;
         let kv = if let Some(KeysAndValues { keys, values }) = kv {
             let keys = self.key_heads(keys, rotations.keys.as_ref().or(rotations.queries.as_ref()), all_reduce)?;
-            Some(KeysAndValues { keys, values: self.value_heads(values)? })
+            let heads = KeysAndValues { keys, values: self.value_heads(values)? };
+            // A cache stores the keys of calls alone.
+            let is_cached = matches!(inputs.keys_from, KeysFrom::Cache(_));
+            Some(if is_cached { heads } else { self.with_appended_heads(heads)? })
         } else if let KeysFrom::Memory(memory) = inputs.keys_from {
             Some(memory.for_batch(inputs.queries.dim(0)?)?)
         } else {
@@ -102,8 +105,7 @@ impl MultiHeadAttention {
         self.normalized_and_rotated(heads, norm, rotation)?.transpose(1, 2)
     }
 
-    /// Returns key heads (B, H_kv, T, D), a view of (B, T, H_kv, D), of a projection (B, T, H_kv · D), followed by the
-    /// keys that the layer appends.
+    /// Returns key heads (B, H_kv, T, D), a view of (B, T, H_kv, D), of a projection (B, T, H_kv · D).
     fn key_heads(
         &self,
         projected: Tensor,
@@ -111,17 +113,14 @@ impl MultiHeadAttention {
         all_reduce: Option<&AllReduce>,
     ) -> Result<Tensor> {
         let xs = self.normalized_projection(projected, self.norms.keys.as_ref(), all_reduce)?;
-        let xs = self.with_appended_rows(xs, "bias_k")?;
         let heads = split_heads(&xs, self.config.num_kv_heads())?;
         let norm = self.norms.keys.as_ref().filter(|_| !self.norms_span_projections());
         self.normalized_and_rotated(heads, norm, rotation)?.transpose(1, 2)
     }
 
-    /// Returns value heads (B, H_kv, T, D_v), a view of (B, T, H_kv, D_v), of a projection (B, T, H_kv · D_v), followed
-    /// by the values that the layer appends.
+    /// Returns value heads (B, H_kv, T, D_v), a view of (B, T, H_kv, D_v), of a projection (B, T, H_kv · D_v).
     fn value_heads(&self, projected: Tensor) -> Result<Tensor> {
-        let xs = self.with_appended_rows(self.clipped(projected)?, "bias_v")?;
-        let heads = split_heads(&xs, self.config.num_kv_heads())?;
+        let heads = split_heads(&self.clipped(projected)?, self.config.num_kv_heads())?;
         let heads = match &self.norms.values {
             Some(norm) => norm.forward(&heads)?,
             None => heads,
@@ -160,21 +159,41 @@ impl MultiHeadAttention {
         if self.config.norm_after_rope() { normalized(rotated(heads)?) } else { rotated(normalized(heads)?) }
     }
 
-    /// Returns a projection (B, T, width), followed by the rows that the layer appends to each sequence: the learned
-    /// row of the parameter `learned_name`, then a row of zeros.
-    fn with_appended_rows(&self, xs: Tensor, learned_name: &str) -> Result<Tensor> {
+    /// Returns the key and value heads that the layer appends to the heads of each sequence, (1, H_kv, n, D) and (1,
+    /// H_kv, n, D_v): the learned key of PyTorch, the key of zeros, and the learned keys of x-transformers. `None` if there
+    /// are none.
+    pub(super) fn appended_heads(&self) -> Result<Option<KeysAndValues>> {
         if self.config.appended_keys() == 0 {
-            return Ok(xs);
+            return Ok(None);
         }
-        let (b, _, width) = xs.dims3()?;
-        let mut rows = vec![xs.clone()];
-        if let Some(learned) = self.parameters.tensor(learned_name)? {
-            rows.push(learned.broadcast_as((b, 1, width))?.contiguous()?);
+        let keys = self.appended_rows("bias_k", "mem_k", self.config.head_dim())?;
+        let values = self.appended_rows("bias_v", "mem_v", self.config.value_head_dim())?;
+        Ok(Some(KeysAndValues { keys, values }))
+    }
+
+    /// Returns the appended keys, or the appended values: the parameter `learned_row` (1, 1, H_kv · width), zeros, and
+    /// the parameter `learned_heads` (H_kv, n, width).
+    fn appended_rows(&self, learned_row: &str, learned_heads: &str, width: usize) -> Result<Tensor> {
+        let h_kv = self.config.num_kv_heads();
+        let mut rows = Vec::new();
+        if let Some(learned) = self.parameters.tensor(learned_row)? {
+            rows.push(learned.reshape((1, h_kv, 1, width))?);
         }
         if self.config.add_zero_attn() {
-            rows.push(Tensor::zeros((b, 1, width), xs.dtype(), xs.device())?);
+            rows.push(Tensor::zeros((1, h_kv, 1, width), self.projections.dtype, &self.projections.device)?);
         }
-        Tensor::cat(&rows, 1)
+        if let Some(learned) = self.parameters.tensor(learned_heads)? {
+            rows.push(learned.unsqueeze(0)?);
+        }
+        Tensor::cat(&rows, 2)
+    }
+
+    /// Returns key and value heads (B, H_kv, T, ..), followed by those that the layer appends.
+    fn with_appended_heads(&self, heads: KeysAndValues) -> Result<KeysAndValues> {
+        match self.appended_heads()? {
+            Some(appended) => followed_by(&heads, &appended),
+            None => Ok(heads),
+        }
     }
 
     /// Projects the keys and values of cross-attention, from an encoder's outputs, once for all steps of a decoder:
@@ -224,11 +243,21 @@ impl MultiHeadAttention {
         else {
             bail!("[{OP}] keys and values are those of an earlier layer, expected a memory that it projects")
         };
-        let k = self.key_heads(k, rotation.as_ref(), None)?;
-        let v = self.value_heads(v)?;
+        let heads = KeysAndValues { keys: self.key_heads(k, rotation.as_ref(), None)?, values: self.value_heads(v)? };
+        let KeysAndValues { keys: k, values: v } = self.with_appended_heads(heads)?;
         // Contiguous heads, since every later call reads them.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
     }
+}
+
+/// Returns key and value heads (B, H_kv, T, ..), followed by the same other heads (1, H_kv, n, ..) in each sequence.
+fn followed_by(heads: &KeysAndValues, others: &KeysAndValues) -> Result<KeysAndValues> {
+    let joined = |heads: &Tensor, others: &Tensor| {
+        let (_, h_kv, n, width) = others.dims4()?;
+        let others = others.broadcast_as((heads.dim(0)?, h_kv, n, width))?.contiguous()?;
+        Tensor::cat(&[&heads.contiguous()?, &others], 2)
+    };
+    Ok(KeysAndValues { keys: joined(&heads.keys, &others.keys)?, values: joined(&heads.values, &others.values)? })
 }
 
 /// Returns a view (B, T, heads, width) of (B, T, heads · width), which may be columns of a wider product.

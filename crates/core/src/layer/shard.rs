@@ -167,6 +167,12 @@ pub(super) fn specs(cfg: &MultiHeadAttentionConfig, source: &ParameterReader) ->
             specs.push(spec.only_if(cfg.bias_kv(), "the config says there is no bias_kv"));
         }
     }
+    for (name, width) in [("mem_k", cfg.head_dim()), ("mem_v", cfg.value_head_dim())] {
+        let init = Init::Randn { mean: 0.0, stdev: 1.0 };
+        let spec = ParameterSpec::new(name, [cfg.num_kv_heads(), cfg.num_mem_kv(), width], init);
+        let is_requested = cfg.num_mem_kv() > 0;
+        specs.push(spec.by_head(Heads::Key, 0).only_if(is_requested, "the config says num_mem_kv is 0"));
+    }
     let sinks = ParameterSpec::new("sinks", [cfg.num_heads()], Init::Const(0.0)).by_head(Heads::Query, 0);
     specs.push(sinks.only_if(cfg.sinks(), "the config says there are no sinks"));
     specs.extend(content);

@@ -139,11 +139,8 @@ impl MultiHeadAttention {
         let what = format_args!("queries {:?} and {t_kv} keys", input.queries.dims());
         self.check_addressable(b, t_q.max(t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;
-        if cfg.appended_keys() > 0 && (input.packed.is_some() || input.any_cache().is_some()) {
-            bail!(
-                "[{OP}] the layer appends keys to those of a call, which is not supported with a cache or packed \
-                 sequences"
-            )
+        if cfg.appended_keys() > 0 && input.packed.is_some() {
+            bail!("[{OP}] the layer appends keys to those of a call, which is not supported with packed sequences")
         }
         if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
             bail!("[{OP}] the config has a relative bias, expected the stack's one in `with_relative_bias`")

@@ -54,7 +54,8 @@ pub enum FullyMaskedRows {
     #[default]
     Zero,
     /// Every key has the weight 1/T_kv, masked or not: the numbers of d2l's `masked_softmax`, which fills scores with
-    /// -1e6 instead of masking them. See <https://d2l.ai>, "Attention Scoring Functions".
+    /// -1e6 instead of masking them. See <https://d2l.ai>, "Attention Scoring Functions". JAX, flax and Keras fill scores
+    /// in the same way. A sink has no part in such a row.
     Uniform,
 }
 
@@ -313,6 +314,8 @@ impl AttentionMask {
     /// Adds a float tensor to the scores: a float `attn_mask` of PyTorch's `scaled_dot_product_attention`. It
     /// broadcasts to (B, H, T_q, T_kv) like a [boolean mask](Self::with_bool_mask), and gradients flow into it. `None`
     /// adds nothing.
+    ///
+    /// It is added after the softcap, so it is not bounded by it, and before keys are masked.
     #[doc(alias("attn_mask", "attention_mask"))]
     #[must_use]
     pub fn with_bias<'a>(mut self, bias: impl OptionalRef<'a, Tensor>) -> Self {

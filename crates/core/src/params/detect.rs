@@ -7,7 +7,7 @@ use candle_nn::VarBuilder;
 
 use super::layout::{Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use super::source::TensorSource;
-use candle_attention_modules::linear::Projection::{Output, Query};
+use candle_attention_modules::linear::Projection::{Gate, Output, Query};
 
 /// The prefixes that training loops, compilers and PEFT put in front of a model's names.
 const WRAPPERS: [&str; 6] = ["module", "_orig_mod", "model", "state_dict", "model_state_dict", "base_model.model"];
@@ -20,7 +20,8 @@ impl WeightLayout {
     /// except under `query_key_value` and `c_attn`, whose two orders are both in use: a file that was
     /// [saved](crate::MultiHeadAttention::save) as, say, `packed:qkv_proj:by-head` has to be named.
     ///
-    /// The weights that are plain parameters, or packed under `c_attn`, are read to know their shapes.
+    /// The weights that are plain parameters, kernels, or packed under `c_attn`, are read to know their shapes. Layouts
+    /// `in-out:..` have the names of (out, in) weights, and are never detected.
     ///
     /// # Errors
     /// If nothing there looks like attention, or nothing is there yet, as in a new `VarMap`; and where names and shapes
@@ -54,10 +55,8 @@ pub fn detect_with(tensors: &impl TensorSource, is_meant: impl Fn(WeightLayout) 
     }
     if readings.is_empty() {
         let elsewhere = elsewhere(tensors)?;
-        let weights = query_weights();
-        let names: BTreeSet<_> = weights.iter().map(|name| name.trim_end_matches(".weight")).collect();
-        let names = Vec::from_iter(names).join(", ");
-        bail!("[weight_layout] no attention weights {place}: looked for the query projections {names}; {elsewhere}")
+        let count = WeightLayout::all().len();
+        bail!("[weight_layout] no attention weights {place} under the names of any of {count} layouts; {elsewhere}")
     }
     let readings: Vec<_> = readings.iter().map(|layout| format!("`{layout}`{}", used_by(*layout))).collect();
     bail!("[weight_layout] the weights {place} can be read as {}; name the one meant", readings.join(" or as "))
@@ -81,7 +80,7 @@ pub fn wrapper_prefixes() -> impl Iterator<Item = String> {
 }
 
 /// Returns where attention weights are instead: behind the prefix of a wrapper, without the first part of this prefix,
-/// or as the source tells.
+/// in part here, or as the source tells.
 ///
 /// # Errors
 /// For a builder that makes parameters and has none yet.
@@ -98,7 +97,28 @@ fn elsewhere(tensors: &impl TensorSource) -> Result<String> {
         }
     }
     let hint = tensors.hint("q_proj.weight")?;
-    Ok(hint.unwrap_or_else(|| "is a prefix missing (`vb.pp(..)`)?".to_string()))
+    let others = hint.unwrap_or_else(|| "is a prefix missing (`vb.pp(..)`)?".to_string());
+    Ok(match partly_there(tensors) {
+        Some(found) => format!("{found}; {others}"),
+        None => others,
+    })
+}
+
+/// Returns the weights that are there of the layout of which the most are, for an error; `None` if none is there.
+fn partly_there(tensors: &impl TensorSource) -> Option<String> {
+    let mut most = Vec::new();
+    let mut nearest = None;
+    for layout in WeightLayout::all() {
+        let weights = layout.tensors(0, true).into_iter().filter(|tensor| !tensor.is_bias && !tensor.holds(Gate));
+        let names: Vec<_> = weights.map(|tensor| tensor.name()).filter(|name| tensors.contains(name)).collect();
+        if names.len() > most.len() {
+            most = names;
+            nearest = Some(layout);
+        }
+    }
+    let layout = nearest?;
+    let query = layout.weight_name(Query, true);
+    Some(format!("of the layout `{layout}`, {} is there, but {query} is not", most.join(" and ")))
 }
 
 /// A layout that names and shapes allow.
@@ -114,7 +134,7 @@ struct Reading {
 
 /// Returns every layout that the names and shapes allow. Of several that share the name of the query projection, those
 /// whose output projection is there count, or else those with the names of the first.
-fn readings(tensors: &impl TensorSource) -> Result<Vec<WeightLayout>> {
+pub(super) fn readings(tensors: &impl TensorSource) -> Result<Vec<WeightLayout>> {
     let mut found = Vec::new();
     for layout in WeightLayout::all() {
         let one_width = tensors.contains("in_proj_weight");
@@ -136,8 +156,12 @@ fn fits(tensors: &impl TensorSource, layout: WeightLayout, query: &str) -> Resul
     match layout {
         WeightLayout::Raw(_, way) | WeightLayout::StackedHeads(_, Storage::Raw(way)) => {
             let shape = tensors.shape(query)?;
-            Ok(way == Orientation::InOut || matches!(shape[..], [rows, columns] if rows == columns))
+            Ok(matches!(shape[..], [rows, columns] if way == Orientation::InOut || rows == columns))
         }
+        WeightLayout::Flax | WeightLayout::Keras | WeightLayout::KerasH5 => Ok(tensors.shape(query)?.len() == 3),
+        WeightLayout::Dense(_) => Ok(tensors.shape(query)?.len() == 2),
+        // Weights (out, in) have the same names.
+        WeightLayout::InOut(_) => Ok(false),
         WeightLayout::Conv1d => Ok(!is_tall(tensors, query)?),
         WeightLayout::Packed(PackedNaming::CAttn, _) => is_tall(tensors, query),
         WeightLayout::Packed(naming, order) => Ok(order == QkvOrder::ByPart || naming == PackedNaming::QueryKeyValue),

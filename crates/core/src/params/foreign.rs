@@ -10,8 +10,6 @@ use candle_attention_modules::linear::Projection::Query;
 /// `rotary_emb.inv_freq`) and norms that some libraries store next to the projections of a block are not among them.
 const FOREIGN: &[&str] = &[
     // x-transformers.
-    "mem_k",
-    "mem_v",
     "head_scale_params",
     "qk_norm_q_scale",
     "qk_norm_k_scale",
@@ -60,6 +58,12 @@ const FOREIGN: &[&str] = &[
     // torchtune.
     "q_norm.scale",
     "k_norm.scale",
+    // flax: `normalize_qk`.
+    "query_ln.scale",
+    "key_ln.scale",
+    // Keras: `use_gate`.
+    "gate.kernel",
+    "gate_dense.vars.0",
     // fairseq: NormFormer and Magneto.
     "c_attn",
     "q_ln.weight",
@@ -103,9 +107,6 @@ const FOREIGN: &[&str] = &[
 /// Factors of normalised queries and keys in modules of the author of x-transformers. Elsewhere these are the scales of
 /// quantised caches.
 const NORM_SCALES: [&str; 2] = ["q_scale", "k_scale"];
-
-/// The names of output projections that no layout has: torchtune's.
-pub(super) const OTHER_OUTPUTS: [&str; 1] = ["output_proj"];
 
 /// Refuses parameters that the layer would pass over although the module that saved them uses them.
 ///

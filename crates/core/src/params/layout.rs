@@ -28,9 +28,17 @@
 /// | `nemo` | query_net, key_net, value_net, out_projection | NeMo's decoders, Cohere's transcription |
 /// | `deberta` | self.query_proj, self.key_proj, self.value_proj, output.dense | DeBERTa v2 and v3 |
 /// | `espnet` | linear_q, linear_k, linear_v, linear_out | ESPnet's conformers, wav2vec 2.0's in transformers |
-/// | `raw:book` (`:short`, `:d2l`, `:canonical`) | the same names as plain (in, out) parameters, x · W | `nn.Parameter(torch.rand(d_in, d_out))` |
+/// | `mlx` | query_proj, key_proj, value_proj, out_proj | `mlx.nn.MultiHeadAttention` |
+/// | `torchtune` | q_proj, k_proj, v_proj, output_proj | torchtune; its Llama, Mistral and Gemma have interleaved rotary positions ([`RopeStyle::Interleaved`]) |
+/// | `flax` | query.kernel (E, H, D), key.kernel, value.kernel, out.kernel (H, D, E), biases (H, D) and (E,) | `MultiHeadAttention` of flax, linen and nnx |
+/// | `keras` | the same, with attention_output.kernel | `MultiHeadAttention` and `GroupQueryAttention` of Keras 3, by the paths of their variables |
+/// | `keras-h5` | query_dense.vars.0 (E, H, D), query_dense.vars.1 .., output_dense.vars.0 (H, D, E) | the same layers, by the names in a `.weights.h5` file |
+/// | `dense:canonical` (`:book`, `:short`, `:d2l`, `:opt`, `:bert`, `:albert`, `:t5`) | the same names with `.kernel` (in, out) and `.bias` | four `Dense` layers of flax or Keras; Flax models of transformers |
+/// | `in-out:canonical` (`:book`, `:short`, `:d2l`, `:mingpt`) | the same names with `.weight` (in, out) and `.bias` | four layers x · W + b; has to be named |
+/// | `raw:book` (`:short`, `:d2l`, `:canonical`, `:mingpt`) | the same names as plain (in, out) parameters, x · W | `nn.Parameter(torch.rand(d_in, d_out))` |
 /// | `raw-transposed:book` .. | plain (out, in) parameters, x · Wᵀ | |
-/// | `stacked:book` .. | heads.{i}.W_query .., no output projection | a `ModuleList` of single heads |
+/// | `stacked:book` .. | heads.{i}.W_query .., and perhaps out_proj | a `ModuleList` of single heads |
+/// | `stacked:mingpt` | heads.{i}.query, heads.{i}.key, heads.{i}.value, and perhaps proj | Karpathy, "Let's build GPT" |
 /// | `stacked-raw:short` .. | heads.{i}.Wq .. as plain (in, out) parameters | |
 /// | `stacked-raw-transposed:short` .. | the same as plain (out, in) parameters | |
 /// | `torch` | in_proj_weight (or q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias, bias_k, bias_v, out_proj | `torch.nn.MultiheadAttention` |
@@ -48,7 +56,8 @@
 /// | `packed:to_qkv` | to_qkv, to_out; rows by part | lucidrains' vit-pytorch (`SimpleViT`) and others |
 /// | `packed:to_qkv-to_out.0` | to_qkv, to_out.0; rows by part | lucidrains' vit-pytorch |
 ///
-/// Every packed spelling accepts `:by-head`. A persistent `mask` buffer in the file is passed over.
+/// Every packed spelling accepts `:by-head`. Persistent buffers in the file (`mask`, `tril`) are passed over. Names with
+/// `/` between their parts, as flax and Keras have, are read by `weights::open` with `.` instead.
 ///
 /// [`MultiHeadAttention::new`]: crate::MultiHeadAttention::new
 /// [`RopeStyle::Interleaved`]: crate::RopeStyle::Interleaved
@@ -99,9 +108,25 @@ pub enum WeightLayout {
     Deberta,
     /// linear_q, linear_k, linear_v, linear_out.
     Espnet,
+    /// query_proj, key_proj, value_proj, out_proj.
+    Mlx,
+    /// q_proj, k_proj, v_proj, output_proj.
+    Torchtune,
+    /// query, key, value, out: kernels (E, H, D) and (H, D, E), and biases.
+    Flax,
+    /// query, key, value, attention_output: kernels and biases as in [`Flax`](Self::Flax).
+    Keras,
+    /// query_dense, key_dense, value_dense, output_dense: kernels `.vars.0` and biases `.vars.1` as in
+    /// [`Flax`](Self::Flax).
+    KerasH5,
+    /// Four layers with `.kernel` (in, out) and perhaps `.bias`.
+    Dense(DenseNaming),
+    /// Four layers with `.weight` (in, out) and perhaps `.bias`.
+    InOut(Naming),
     /// Plain parameters without `.weight`, stored (in, out) or (out, in), without biases.
     Raw(Naming, Orientation),
-    /// `heads.{i}.<names>`: a module for each head, without an output projection. It loads into one layer.
+    /// `heads.{i}.<names>`: a module for each head, and perhaps an output projection next to `heads`. It loads into one
+    /// layer.
     StackedHeads(Naming, Storage),
     /// The packed in_proj of `torch.nn.MultiheadAttention`.
     Torch,
@@ -123,6 +148,30 @@ pub enum Naming {
     Short,
     /// W_q, W_k, W_v, W_o.
     D2l,
+    /// query, key, value, proj.
+    MinGpt,
+}
+
+/// Parameter names of four layers with `.kernel` (in, out).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DenseNaming {
+    /// q_proj, k_proj, v_proj, o_proj.
+    Canonical,
+    /// W_query, W_key, W_value, out_proj.
+    Book,
+    /// Wq, Wk, Wv, Wo.
+    Short,
+    /// W_q, W_k, W_v, W_o.
+    D2l,
+    /// q_proj, k_proj, v_proj, out_proj.
+    Opt,
+    /// self.query, self.key, self.value, output.dense.
+    Bert,
+    /// query, key, value, dense.
+    Albert,
+    /// q, k, v, o.
+    T5,
 }
 
 /// The form in which a projection is stored.

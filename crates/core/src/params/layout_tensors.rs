@@ -2,26 +2,33 @@
 
 use super::layout::{Naming, Orientation, Storage, WeightLayout};
 use super::names::{LinearNames, PackedNames};
+use candle_attention_modules::base::StoredDims;
 use candle_attention_modules::linear::Projection::{self, Gate, Key, Output, Query, Value};
 
 impl WeightLayout {
     /// Returns the weights and biases of the projections that a layer in this layout may have, in the order in which
-    /// PyTorch draws them. Detection, inference of configs, loading and saving go by this list. For a stack they are
-    /// the tensors of one head. The layout `torch` has a weight each for queries, keys and values unless their inputs
-    /// are of `one_width`.
+    /// PyTorch draws them. Detection, inference of configs, loading and saving go by this list. For a stack it has the
+    /// tensors of one head and of the output projection. The layout `torch` has a weight each for queries, keys and
+    /// values unless their inputs are of `one_width`.
     #[doc(hidden)]
     pub fn tensors(self, head: usize, one_width: bool) -> Vec<LayoutTensor> {
         if let Some(names) = self.linear_names() {
-            return with_gate(tensors_of_four(names, "", Kind::Linear));
+            return with_gate(tensors_of_four(names, Kind::Linear));
+        }
+        if let Some(names) = self.names_with_heads() {
+            let names_of = if self == Self::KerasH5 { KernelNames::Vars } else { KernelNames::Kernel };
+            return tensors_with_heads(names, names_of);
         }
         match self {
-            Self::Raw(naming, orientation) => tensors_of_four(naming.names(), "", Kind::Raw(orientation)),
+            Self::Dense(naming) => tensors_of_four(naming.names(), Kind::Dense),
+            Self::InOut(naming) => tensors_of_four(naming.names(), Kind::Conv1d),
+            Self::Raw(naming, orientation) => tensors_of_four(naming.names(), Kind::Raw(orientation)),
             Self::StackedHeads(naming, storage) => {
                 let kind = match storage {
                     Storage::Linear => Kind::Linear,
                     Storage::Raw(orientation) => Kind::Raw(orientation),
                 };
-                tensors_of_four(naming.names(), &format!("heads.{head}."), kind)
+                tensors_of_stack(naming, head, kind)
             }
             Self::Conv1d => tensors_of_packed("c_attn", "c_proj", Kind::Conv1d),
             Self::Packed(naming, _) => {
@@ -46,21 +53,61 @@ impl WeightLayout {
         matches!(self, Self::StackedHeads(..))
     }
 
-    /// Returns whether the modules of this layout register their causal mask as a buffer, `mask`. In other layouts a
-    /// tensor of that name is something else.
+    /// Returns the buffer as which the modules of this layout register their causal mask. In other layouts a tensor of
+    /// that name is something else.
     #[doc(hidden)]
-    pub fn has_mask_buffer(self) -> bool {
-        matches!(self, Self::Book | Self::Short | Self::StackedHeads(Naming::Book | Naming::Short, _))
+    pub fn mask_buffer(self) -> Option<MaskBuffer> {
+        match self {
+            Self::Book | Self::Short | Self::StackedHeads(Naming::Book | Naming::Short, _) => {
+                Some(MaskBuffer { name: "mask", attends: 0.0 })
+            }
+            Self::StackedHeads(Naming::MinGpt, _) => Some(MaskBuffer { name: "tril", attends: 1.0 }),
+            _ => None,
+        }
     }
 }
 
+/// A buffer (T, T) of a causal mask.
+#[derive(Debug, Clone, Copy)]
+pub struct MaskBuffer {
+    /// The name of the buffer.
+    pub name: &'static str,
+    /// The entry of a key that a query attends to; the other entry is 1 or 0.
+    pub attends: f64,
+}
+
 /// Returns the tensors of four projections.
-fn tensors_of_four(names: LinearNames, prefix: &str, kind: Kind) -> Vec<LayoutTensor> {
+fn tensors_of_four(names: LinearNames, kind: Kind) -> Vec<LayoutTensor> {
     let mut tensors = Vec::with_capacity(8);
-    tensors.extend(LayoutTensor::of_module(format!("{prefix}{}", names.query), kind, &[Query]));
-    tensors.extend(LayoutTensor::of_module(format!("{prefix}{}", names.key), kind, &[Key]));
-    tensors.extend(LayoutTensor::of_module(format!("{prefix}{}", names.value), kind, &[Value]));
-    tensors.extend(LayoutTensor::of_module(format!("{prefix}{}", names.output), kind, &[Output]));
+    tensors.extend(LayoutTensor::of_module(names.query, kind, &[Query]));
+    tensors.extend(LayoutTensor::of_module(names.key, kind, &[Key]));
+    tensors.extend(LayoutTensor::of_module(names.value, kind, &[Value]));
+    tensors.extend(LayoutTensor::of_module(names.output, kind, &[Output]));
+    tensors
+}
+
+/// Returns the tensors of one head of a stack, and of the output projection next to `heads`.
+fn tensors_of_stack(naming: Naming, head: usize, kind: Kind) -> Vec<LayoutTensor> {
+    let names = naming.names();
+    let in_head = |name: &str| format!("heads.{head}.{name}");
+    let query = LayoutTensor::of_module(in_head(names.query), kind, &[Query]);
+    let key = LayoutTensor::of_module(in_head(names.key), kind, &[Key]);
+    let mut tensors = Vec::with_capacity(8);
+    // The tutorial makes the keys first, so PyTorch draws them first.
+    tensors.extend(if naming == Naming::MinGpt { [key, query] } else { [query, key] }.into_iter().flatten());
+    tensors.extend(LayoutTensor::of_module(in_head(names.value), kind, &[Value]));
+    tensors.extend(LayoutTensor::of_module(names.output, kind, &[Output]));
+    tensors
+}
+
+/// Returns the tensors of four projections whose kernels have a dimension of heads.
+fn tensors_with_heads(names: LinearNames, kernel: KernelNames) -> Vec<LayoutTensor> {
+    let inputs = Kind::Heads { kernel, is_output: false };
+    let mut tensors = Vec::with_capacity(8);
+    tensors.extend(LayoutTensor::of_module(names.query, inputs, &[Query]));
+    tensors.extend(LayoutTensor::of_module(names.key, inputs, &[Key]));
+    tensors.extend(LayoutTensor::of_module(names.value, inputs, &[Value]));
+    tensors.extend(LayoutTensor::of_module(names.output, Kind::Heads { kernel, is_output: true }, &[Output]));
     tensors
 }
 
@@ -132,7 +179,13 @@ impl LayoutTensor {
         match self.kind {
             Kind::Raw(_) if !self.is_bias => self.module.clone(),
             Kind::InProj => format!("{}_{suffix}", self.module),
-            Kind::Raw(_) | Kind::Linear | Kind::Conv1d | Kind::OutProj => format!("{}.{suffix}", self.module),
+            Kind::Heads { kernel: KernelNames::Vars, .. } => {
+                format!("{}.vars.{}", self.module, if self.is_bias { 1 } else { 0 })
+            }
+            Kind::Dense | Kind::Heads { kernel: KernelNames::Kernel, .. } if !self.is_bias => {
+                format!("{}.kernel", self.module)
+            }
+            _ => format!("{}.{suffix}", self.module),
         }
     }
 
@@ -141,23 +194,42 @@ impl LayoutTensor {
         !self.is_bias && self.projections.contains(&projection)
     }
 
-    /// Returns whether the tensor is (in, out).
-    pub fn is_transposed(&self) -> bool {
-        !self.is_bias && matches!(self.kind, Kind::Conv1d | Kind::Raw(Orientation::InOut))
+    /// Returns the dimensions in which the tensor is stored.
+    pub fn dims(&self) -> StoredDims {
+        match self.kind {
+            Kind::Heads { is_output: false, .. } => StoredDims::InHeads,
+            Kind::Heads { is_output: true, .. } => StoredDims::HeadsOut,
+            Kind::Conv1d | Kind::Dense | Kind::Raw(Orientation::InOut) => StoredDims::InOut,
+            Kind::Linear | Kind::Raw(Orientation::OutIn) | Kind::InProj | Kind::OutProj => StoredDims::OutIn,
+        }
     }
 }
 
-/// The form of a stored projection: a [`Storage`], or that of GPT-2 or `torch.nn.MultiheadAttention`.
+/// The form of a stored projection: a [`Storage`], or that of another library.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// `.weight` (out, in) and perhaps `.bias`.
     Linear,
     /// `.weight` (in, out) and perhaps `.bias`.
     Conv1d,
+    /// `.kernel` (in, out) and perhaps `.bias`.
+    Dense,
+    /// A kernel (in, H, D) and perhaps a bias (H, D); the kernel of an output projection is (H, D, out), its bias
+    /// (out,).
+    Heads { kernel: KernelNames, is_output: bool },
     /// The weight itself.
     Raw(Orientation),
     /// `_weight` (out, in), and perhaps `in_proj_bias` for all of q, k and v.
     InProj,
     /// A linear layer whose bias begins with zeros.
     OutProj,
+}
+
+/// The names of kernels with a dimension of heads, and of their biases.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum KernelNames {
+    /// `.kernel` and `.bias`.
+    Kernel,
+    /// `.vars.0` and `.vars.1`.
+    Vars,
 }

@@ -7,24 +7,27 @@ mod layout;
 mod layout_tensors;
 mod modules;
 mod names;
+mod nearest;
 mod source;
 mod tensors;
 
+use detect::readings;
 pub use detect::{detect_with, query_weights, wrapper_prefixes};
-pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
-pub use layout_tensors::{GATE_NAME, LayoutTensor, OTHER_GATE_NAME};
+pub use layout::{DenseNaming, Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
+pub use layout_tensors::{GATE_NAME, LayoutTensor, MaskBuffer, OTHER_GATE_NAME};
 pub(crate) use modules::module_weights;
 pub use modules::{AdaptableModule, AdapterMatrices};
+pub use nearest::nearest_layout;
 pub use source::TensorSource;
 pub use tensors::{ProjectionShape, projection_shape};
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Error, Result, Tensor, bail};
 use candle_nn::Linear;
-use foreign::{OTHER_OUTPUTS, refuse_foreign};
-use tensors::projection_tensors;
+use foreign::refuse_foreign;
+use tensors::{ProjectionTensor, projection_tensors};
 
 use crate::config::{KvSharing, MultiHeadAttentionConfig};
-use candle_attention_modules::base::{Heads, ParameterReader, WeightAndBias, fits_in_memory};
+use candle_attention_modules::base::{Heads, ParameterReader, WeightAndBias, fits_in_memory, root};
 use candle_attention_modules::gate::GateLayout;
 use candle_attention_modules::linear::{ByProjection, Projection, Projections};
 
@@ -45,6 +48,17 @@ pub(crate) fn load_projections(
         let names = modules.flat_map(|module| [format!("{module}.weight"), format!("{module}.bias")]);
         reader.refuse(names, "the config says there is no such gate")?;
     }
+    let projections = read_projections(layout, tensors, reader)?;
+    refuse_unused(cfg, layout, reader)?;
+    Projections::new(&projections, reader.vb.dtype(), reader.vb.device())
+}
+
+/// Reads the weights and biases of projections.
+fn read_projections(
+    layout: WeightLayout,
+    tensors: impl Iterator<Item = ProjectionTensor>,
+    reader: &ParameterReader,
+) -> Result<ByProjection<WeightAndBias>> {
     let has_gate = reader.has(&format!("{GATE_NAME}.weight"));
     let mut projections = ByProjection::<WeightAndBias>::new();
     for mut tensor in tensors {
@@ -55,13 +69,29 @@ pub(crate) fn load_projections(
         {
             *stored = other;
         }
-        for (projection, rows) in tensor.projections.iter().zip(tensor.tensor.read(reader)?) {
+        let read = tensor.tensor.read(reader).map_err(|error| with_layout_found(error, layout, reader))?;
+        for (projection, rows) in tensor.projections.iter().zip(read) {
             let parameters = projections.entry(*projection).or_default();
             if tensor.is_bias { parameters.push_bias(rows) } else { parameters.push_weight(rows) }
         }
     }
-    refuse_unused(cfg, layout, reader)?;
-    Projections::new(&projections, reader.vb.dtype(), reader.vb.device())
+    Ok(projections)
+}
+
+/// Adds to the error about a missing tensor the layout of the weights that are there, if they are in another layout.
+fn with_layout_found(error: Error, layout: WeightLayout, reader: &ParameterReader) -> Error {
+    let own = [true, false].map(|one_width| layout.weight_name(Projection::Query, one_width));
+    if own.iter().any(|name| reader.has(name)) {
+        return error;
+    }
+    match readings(&reader.vb) {
+        Ok(found) if !found.is_empty() => {
+            let found: Vec<_> = found.iter().map(|layout| format!("`{layout}`")).collect();
+            let found = found.join(" or ");
+            Error::msg(format!("{}; the weights there have the layout {found}, for `load`", root(&error)))
+        }
+        _ => error,
+    }
 }
 
 /// Refuses parameters that change the output and that a layer of this config would pass over.
@@ -104,9 +134,7 @@ fn other_name(name: &str) -> Option<String> {
 
 /// Refuses an output projection of any layout, which would change the output.
 fn refuse_out_proj(reader: &ParameterReader) -> Result<()> {
-    let names_of = |name: &str| [format!("{name}.weight"), format!("{name}.bias"), name.to_string()];
-    let names = WeightLayout::output_names().chain(OTHER_OUTPUTS).flat_map(names_of);
-    reader.refuse(names, "the config says there is no output projection")
+    reader.refuse(WeightLayout::output_names(), "the config says there is no output projection")
 }
 
 /// Returns the tensors of a layer's projections, and the mask that some layouts store: the inverse of
@@ -125,20 +153,20 @@ pub(crate) fn state_dict(
             named.push((tensor.tensor.spec.name, stored));
         }
     }
-    let mask_size = cfg.context_length().filter(|_| cfg.causal() && layout.has_mask_buffer());
-    if let Some(t) = mask_size
+    let mask_buffer = layout.mask_buffer().filter(|_| cfg.causal());
+    if let (Some(t), Some(MaskBuffer { name, attends })) = (cfg.context_length(), mask_buffer)
         && let Some((_, weight)) = named.first()
     {
         // Four bytes an entry, and a copy in the dtype of the weights.
         if !fits_in_memory(&[8, t, t]) {
             bail!("[state_dict] the mask buffer of a context length of {t} does not fit in memory (layout {layout})")
         }
-        // The book's `triu(ones(T, T), diagonal=1)`: 1 where a key is masked.
-        let mask = Tensor::tril2(t, weight.dtype(), weight.device())?.affine(-1.0, 1.0)?;
+        // The book's `triu(ones(T, T), diagonal=1)` is 1 where a key is masked, the tutorial's `tril` where it is not.
+        let mask = Tensor::tril2(t, weight.dtype(), weight.device())?.affine(2.0 * attends - 1.0, 1.0 - attends)?;
         if layout.is_stacked() {
-            named.extend((0..cfg.num_heads()).map(|head| (format!("heads.{head}.mask"), mask.clone())));
+            named.extend((0..cfg.num_heads()).map(|head| (format!("heads.{head}.{name}"), mask.clone())));
         } else {
-            named.push(("mask".to_string(), mask));
+            named.push((name.to_string(), mask));
         }
     }
     Ok(named)

@@ -5,6 +5,7 @@ use candle_core::{Result, Tensor, bail};
 use super::layout::WeightLayout;
 use super::tensors::{ProjectionTensor, projection_tensors};
 use crate::config::MultiHeadAttentionConfig;
+use candle_attention_modules::base::StoredDims;
 use candle_attention_modules::linear::{ByProjection, LoraMatrices};
 
 /// A linear layer of a checkpoint that computes one projection or several, and that an adapter may change.
@@ -69,8 +70,8 @@ pub(crate) fn module_weights(
         let Some(name) = spec.stored.strip_suffix(".weight") else {
             bail!("[{op}] {} of the layout {layout} is no linear layer, which adapters change", spec.stored)
         };
-        let (outputs, inputs) = match (weight.tensor.is_transposed, &spec.shape[..]) {
-            (false, &[outputs, inputs]) | (true, &[inputs, outputs]) => (outputs, inputs),
+        let (outputs, inputs) = match (weight.tensor.dims, &spec.shape[..]) {
+            (StoredDims::OutIn, &[outputs, inputs]) | (StoredDims::InOut, &[inputs, outputs]) => (outputs, inputs),
             (_, shape) => bail!("[{op}] {} has shape {shape:?}, expected a matrix", spec.stored),
         };
         let module = AdaptableModule { name: name.to_string(), outputs, inputs };

@@ -1,12 +1,14 @@
 //! The spellings of layouts, and the names of their projections.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
 use candle_core::{Error, Result, bail};
 
-use super::layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
+use super::layout::{DenseNaming, Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use candle_attention_modules::base::did_you_mean;
+use candle_attention_modules::linear::Projection::Output;
 
 /// The spelling of a layout, and the names of its four projections.
 #[derive(Clone, Copy)]
@@ -26,7 +28,7 @@ const fn linear(spelling: &'static str, names: [&'static str; 4]) -> LinearNames
 
 /// The layouts of four linear layers, in the order in which they are detected. ALBERT's comes before minGPT's: `query`
 /// alone is the inner module of BERT and similar models, whose output projection is outside.
-const LINEAR: [WeightLayout; 22] = [
+const LINEAR: [WeightLayout; 24] = [
     WeightLayout::Canonical,
     WeightLayout::Book,
     WeightLayout::Short,
@@ -49,10 +51,12 @@ const LINEAR: [WeightLayout; 22] = [
     WeightLayout::Nemo,
     WeightLayout::Deberta,
     WeightLayout::Espnet,
+    WeightLayout::Mlx,
+    WeightLayout::Torchtune,
 ];
 
 impl Naming {
-    const ALL: [Self; 4] = [Self::Canonical, Self::Book, Self::Short, Self::D2l];
+    const ALL: [Self; 5] = [Self::Canonical, Self::Book, Self::Short, Self::D2l, Self::MinGpt];
 
     pub(super) fn names(self) -> LinearNames {
         match self {
@@ -60,9 +64,80 @@ impl Naming {
             Self::Book => linear("book", ["W_query", "W_key", "W_value", "out_proj"]),
             Self::Short => linear("short", ["Wq", "Wk", "Wv", "Wo"]),
             Self::D2l => linear("d2l", ["W_q", "W_k", "W_v", "W_o"]),
+            Self::MinGpt => linear("mingpt", ["query", "key", "value", "proj"]),
         }
     }
 }
+
+impl DenseNaming {
+    const ALL: [Self; 8] =
+        [Self::Canonical, Self::Book, Self::Short, Self::D2l, Self::Opt, Self::Bert, Self::Albert, Self::T5];
+
+    pub(super) fn names(self) -> LinearNames {
+        match self {
+            Self::Canonical => Naming::Canonical.names(),
+            Self::Book => Naming::Book.names(),
+            Self::Short => Naming::Short.names(),
+            Self::D2l => Naming::D2l.names(),
+            Self::Opt => linear("opt", ["q_proj", "k_proj", "v_proj", "out_proj"]),
+            Self::Bert => linear("bert", ["self.query", "self.key", "self.value", "output.dense"]),
+            Self::Albert => linear("albert", ["query", "key", "value", "dense"]),
+            Self::T5 => linear("t5", ["q", "k", "v", "o"]),
+        }
+    }
+}
+
+/// Names of models or programs that are typed instead of a layout, in lower case.
+struct Models {
+    names: &'static [&'static str],
+    /// The layouts of their weights, for an error.
+    layouts: &'static str,
+}
+
+const MODELS: [Models; 13] = [
+    Models {
+        names: &[
+            "llama",
+            "llama2",
+            "llama3",
+            "mistral",
+            "mixtral",
+            "qwen",
+            "qwen2",
+            "qwen3",
+            "gemma",
+            "gemma2",
+            "gemma3",
+            "olmo",
+            "olmo2",
+            "smollm",
+            "smollm2",
+            "cohere",
+            "granite",
+            "starcoder2",
+            "deepseek",
+            "hf",
+            "huggingface",
+            "transformers",
+        ],
+        layouts: "`canonical`, or `meta` in Meta's own files",
+    },
+    Models { names: &["gpt2", "gpt-2", "openai-gpt"], layouts: "`conv1d`" },
+    Models { names: &["nanogpt", "nano-gpt"], layouts: "`packed:c_attn`" },
+    Models { names: &["karpathy", "gpt", "lets-build-gpt"], layouts: "`stacked:mingpt` for single heads, or `mingpt`" },
+    Models {
+        names: &["gpt-neox", "gpt_neox", "gptneox", "neox", "pythia", "bloom", "falcon"],
+        layouts: "`packed:query_key_value:by-head`",
+    },
+    Models { names: &["gpt-bigcode", "gpt_bigcode", "starcoder"], layouts: "`packed:c_attn:by-head`" },
+    Models { names: &["gptj", "gpt-j", "bart", "whisper", "clip", "siglip", "gpt-neo"], layouts: "`opt`" },
+    Models { names: &["roberta", "xlm-roberta", "electra", "layoutlm"], layouts: "`bert`" },
+    Models { names: &["phi2", "phi-2"], layouts: "`phi`" },
+    Models { names: &["phi3", "phi-3", "phi4", "phi-4"], layouts: "`packed:qkv_proj`" },
+    Models { names: &["mpt", "modernbert"], layouts: "`packed:Wqkv` (MPT) or `packed:Wqkv-Wo` (ModernBERT)" },
+    Models { names: &["pytorch", "nn.multiheadattention", "multiheadattention"], layouts: "`torch`" },
+    Models { names: &["jax", "nnx", "linen"], layouts: "`flax`, or `dense:canonical` and others for `Dense` layers" },
+];
 
 /// The spelling of a packed naming, and the names of its two projections.
 #[derive(Clone, Copy)]
@@ -115,17 +190,17 @@ impl WeightLayout {
             Self::Book => Naming::Book.names(),
             Self::Short => Naming::Short.names(),
             Self::D2l => Naming::D2l.names(),
-            Self::Bert => linear("bert", ["self.query", "self.key", "self.value", "output.dense"]),
+            Self::Bert => DenseNaming::Bert.names(),
             Self::Vit => linear("vit", ["attention.query", "attention.key", "attention.value", "output.dense"]),
             Self::DistilBert => linear("distilbert", ["q_lin", "k_lin", "v_lin", "out_lin"]),
-            Self::Opt => linear("opt", ["q_proj", "k_proj", "v_proj", "out_proj"]),
+            Self::Opt => DenseNaming::Opt.names(),
             Self::Phi => linear("phi", ["q_proj", "k_proj", "v_proj", "dense"]),
-            Self::T5 => linear("t5", ["q", "k", "v", "o"]),
+            Self::T5 => DenseNaming::T5.names(),
             Self::Meta => linear("meta", ["wq", "wk", "wv", "wo"]),
             Self::Diffusers => linear("diffusers", ["to_q", "to_k", "to_v", "to_out.0"]),
             Self::XTransformers => linear("x-transformers", ["to_q", "to_k", "to_v", "to_out"]),
-            Self::MinGpt => linear("mingpt", ["query", "key", "value", "proj"]),
-            Self::Albert => linear("albert", ["query", "key", "value", "dense"]),
+            Self::MinGpt => Naming::MinGpt.names(),
+            Self::Albert => DenseNaming::Albert.names(),
             Self::InternVl => linear("internvl", ["q_proj", "k_proj", "v_proj", "projection_layer"]),
             Self::Ctrl => linear("ctrl", ["Wq", "Wk", "Wv", "dense"]),
             Self::ModernBertDecoder => linear("modernbert-decoder", ["q_proj", "k_proj", "v_proj", "Wo"]),
@@ -133,15 +208,37 @@ impl WeightLayout {
             Self::Nemo => linear("nemo", ["query_net", "key_net", "value_net", "out_projection"]),
             Self::Deberta => linear("deberta", ["self.query_proj", "self.key_proj", "self.value_proj", "output.dense"]),
             Self::Espnet => linear("espnet", ["linear_q", "linear_k", "linear_v", "linear_out"]),
+            Self::Mlx => linear("mlx", ["query_proj", "key_proj", "value_proj", "out_proj"]),
+            Self::Torchtune => linear("torchtune", ["q_proj", "k_proj", "v_proj", "output_proj"]),
+            Self::Flax | Self::Keras | Self::KerasH5 | Self::Dense(_) | Self::InOut(_) => return None,
             Self::Raw(..) | Self::StackedHeads(..) | Self::Torch | Self::Conv1d | Self::Packed(..) => return None,
         };
         Some(names)
     }
 
-    /// Returns the names of the output projections of all layouts.
-    pub(super) fn output_names() -> impl Iterator<Item = &'static str> {
-        let of_linear_layers = LINEAR.into_iter().filter_map(Self::linear_names).map(|names| names.output);
-        of_linear_layers.chain(PackedNaming::ALL.into_iter().map(|naming| naming.names().output))
+    /// Returns the names of a layout whose kernels have a dimension of heads; `None` for the other layouts.
+    pub(super) fn names_with_heads(self) -> Option<LinearNames> {
+        match self {
+            Self::Flax => Some(linear("flax", ["query", "key", "value", "out"])),
+            Self::Keras => Some(linear("keras", ["query", "key", "value", "attention_output"])),
+            Self::KerasH5 => Some(linear("keras-h5", ["query_dense", "key_dense", "value_dense", "output_dense"])),
+            _ => None,
+        }
+    }
+
+    /// Returns the names of the parameters of the output projections of all layouts.
+    pub(super) fn output_names() -> BTreeSet<String> {
+        let mut names = BTreeSet::new();
+        for layout in Self::all() {
+            for tensor in layout.tensors(0, true).iter().filter(|tensor| tensor.projections == [Output]) {
+                names.insert(tensor.name());
+                // A plain parameter, as `raw` has one.
+                if layout.linear_names().is_some() || matches!(layout, Self::Packed(..)) {
+                    names.insert(tensor.module.clone());
+                }
+            }
+        }
+        names
     }
 
     /// Returns every layout.
@@ -149,6 +246,9 @@ impl WeightLayout {
     pub fn all() -> Vec<Self> {
         let orientations = [Orientation::InOut, Orientation::OutIn];
         let mut all = LINEAR.to_vec();
+        all.extend([Self::Flax, Self::Keras, Self::KerasH5]);
+        all.extend(DenseNaming::ALL.map(Self::Dense));
+        all.extend(Naming::ALL.map(Self::InOut));
         for orientation in orientations {
             all.extend(Naming::ALL.map(|naming| Self::Raw(naming, orientation)));
         }
@@ -169,10 +269,12 @@ impl fmt::Display for WeightLayout {
             Orientation::InOut => "raw",
             Orientation::OutIn => "raw-transposed",
         };
-        if let Some(names) = self.linear_names() {
+        if let Some(names) = self.linear_names().or_else(|| self.names_with_heads()) {
             return f.write_str(names.spelling);
         }
         match self {
+            Self::Dense(naming) => write!(f, "dense:{}", naming.names().spelling),
+            Self::InOut(naming) => write!(f, "in-out:{}", naming.names().spelling),
             Self::Raw(naming, orientation) => write!(f, "{}:{}", raw(orientation), naming.names().spelling),
             Self::StackedHeads(naming, Storage::Linear) => write!(f, "stacked:{}", naming.names().spelling),
             Self::StackedHeads(naming, Storage::Raw(orientation)) => {
@@ -196,6 +298,9 @@ impl FromStr for WeightLayout {
         let known: Vec<_> = all.iter().map(ToString::to_string).collect();
         if let Some(index) = known.iter().position(|name| name == text) {
             return Ok(all[index]);
+        }
+        if let Some(model) = MODELS.iter().find(|model| model.names.contains(&text.to_lowercase().as_str())) {
+            bail!("[weight_layout] unknown layout {text:?}: {text} is a model; its layout is {}", model.layouts)
         }
         let first = known[..5].join(", ");
         let expected = || format!("expected one of: {first}, .. ({} in all, `WeightLayout::all()`)", known.len());

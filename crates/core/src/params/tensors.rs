@@ -10,7 +10,7 @@ use super::layout_tensors::{Kind, LayoutTensor};
 use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{
     DRAWN_THEN_ZEROED, FusedRows, FusedTensor, Heads, LINEAR_WEIGHT, NO_BIAS, ParameterSpec, QueryHeadOrder, Share,
-    linear_bias,
+    StoredDims, linear_bias,
 };
 use candle_attention_modules::gate::{GateLayout, OutputGate};
 use candle_attention_modules::linear::{ByProjection, Projection};
@@ -37,7 +37,8 @@ impl ProjectionTensor {
             let Some(linear) = linears.get(projection) else { return Ok(None) };
             let whole = if self.is_bias { linear.bias() } else { Some(linear.weight()) };
             let Some(whole) = whole else { return Ok(None) };
-            parts.push(whole.narrow(0, self.head * rows.count, rows.count)?);
+            let first = if *projection == Output { 0 } else { self.head * rows.count };
+            parts.push(whole.narrow(0, first, rows.count)?);
         }
         self.tensor.join(&parts).map(Some)
     }
@@ -104,8 +105,11 @@ pub(super) fn projection_tensors(
     }
     let one_width = [cfg.kdim(), cfg.vdim()] == [cfg.embed_dim(); 2];
     let heads = if layout.is_stacked() { heads } else { 0..1 };
+    let last = heads.end.saturating_sub(1);
     let tensors_of_head = move |head| {
-        let named = layout.tensors(head, one_width);
+        let mut named = layout.tensors(head, one_width);
+        // All heads of a stack have one output projection, which comes after them.
+        named.retain(|tensor| head == last || tensor.projections != [Output]);
         named.into_iter().filter_map(move |tensor| projection_tensor(cfg, layout, head, &tensor))
     };
     Ok(heads.flat_map(tensors_of_head))
@@ -126,23 +130,31 @@ fn projection_tensor(
         return None;
     }
     let in_dim = projection_shape(cfg, projections[0]).inputs;
-    let is_transposed = named.is_transposed();
-    let shape = if is_bias {
-        vec![out_dim]
-    } else if is_transposed {
-        vec![in_dim, out_dim]
-    } else {
-        vec![out_dim, in_dim]
+    let dims = named.dims();
+    let shape = match (dims, is_bias) {
+        (StoredDims::InHeads, true) => by_heads(cfg, projections[0], out_dim).to_vec(),
+        (_, true) => vec![out_dim],
+        (StoredDims::OutIn, false) => vec![out_dim, in_dim],
+        (StoredDims::InOut, false) => vec![in_dim, out_dim],
+        (StoredDims::InHeads, false) => [&[in_dim][..], &by_heads(cfg, projections[0], out_dim)].concat(),
+        (StoredDims::HeadsOut, false) => [&by_heads(cfg, projections[0], in_dim)[..], &[out_dim]].concat(),
     };
     let init = initialisation(named.kind, is_bias, in_dim, out_dim);
-    let spec = ParameterSpec {
-        share: share_of(projections, is_bias, is_transposed),
-        ..ParameterSpec::new(named.name(), shape, init)
-    }
-    .only_if(!is_bias || has_bias(cfg, projections[0]), NO_BIAS);
+    let spec =
+        ParameterSpec { share: share_of(projections, is_bias, dims), ..ParameterSpec::new(named.name(), shape, init) }
+            .only_if(!is_bias || has_bias(cfg, projections[0]), NO_BIAS);
     let groups = groups_of(cfg, layout, projections);
-    let tensor = FusedTensor { spec, is_transposed, groups, parts, query_heads: query_head_order(cfg, layout) };
+    let tensor = FusedTensor { spec, dims, groups, parts, query_heads: query_head_order(cfg, layout) };
     Some(ProjectionTensor { tensor, is_bias, projections, head })
+}
+
+/// Returns a width that belongs to heads as the number of heads and the width of one.
+fn by_heads(cfg: &MultiHeadAttentionConfig, projection: Projection, width: usize) -> [usize; 2] {
+    let heads = match projection {
+        Key | Value => cfg.num_kv_heads(),
+        Query | Gate | Output => cfg.num_heads(),
+    };
+    [heads, width / heads]
 }
 
 /// Returns the projections of a tensor of a layout, with a gate that is fused with the queries; `None` for a
@@ -161,7 +173,7 @@ fn projections_of(cfg: &MultiHeadAttentionConfig, named: &'static [Projection]) 
 /// Returns the rows of a projection in a tensor, and the heads that they belong to.
 fn rows_of(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, projection: Projection) -> FusedRows {
     let count = projection_shape(cfg, projection).outputs;
-    if layout.is_stacked() {
+    if layout.is_stacked() && projection != Output {
         return FusedRows { count: count / cfg.num_heads(), heads: None };
     }
     let heads = match projection {
@@ -182,15 +194,17 @@ fn groups_of(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, projections: 
     }
 }
 
-/// Returns PyTorch's initialisation of a tensor.
+/// Returns the initialisation of a tensor by the library whose layout it is.
 fn initialisation(kind: Kind, is_bias: bool, in_dim: usize, out_dim: usize) -> Init {
     match kind {
         Kind::Linear if is_bias => linear_bias(in_dim),
         Kind::OutProj if is_bias => DRAWN_THEN_ZEROED,
         Kind::Linear | Kind::OutProj => LINEAR_WEIGHT,
-        Kind::Conv1d | Kind::Raw(_) | Kind::InProj if is_bias => Init::Const(0.0),
+        Kind::Conv1d | Kind::Raw(_) | Kind::InProj | Kind::Dense | Kind::Heads { .. } if is_bias => Init::Const(0.0),
         Kind::Conv1d => Init::Randn { mean: 0.0, stdev: 0.02 },
         Kind::Raw(_) => Init::Uniform { lo: 0.0, up: 1.0 },
+        // The variance of flax' `lecun_normal`.
+        Kind::Dense | Kind::Heads { .. } => Init::Randn { mean: 0.0, stdev: (in_dim as f64).recip().sqrt() },
         // `xavier_uniform_`.
         Kind::InProj => {
             let bound = 3f64.sqrt() * (2.0 / (out_dim + in_dim) as f64).sqrt();
@@ -201,10 +215,10 @@ fn initialisation(kind: Kind, is_bias: bool, in_dim: usize, out_dim: usize) -> I
 
 /// Returns the division among ranks of an output projection, whose columns belong to heads. The rows of the other
 /// projections are divided by their [`FusedRows`].
-fn share_of(projections: &[Projection], is_bias: bool, is_transposed: bool) -> Option<Share> {
+fn share_of(projections: &[Projection], is_bias: bool, dims: StoredDims) -> Option<Share> {
     match projections {
         [Output] if is_bias => Some(Share::Sum),
-        [Output] => Some(Share::Heads { heads: Heads::Query, dim: usize::from(!is_transposed) }),
+        [Output] => Some(Share::Heads { heads: Heads::Query, dim: usize::from(dims == StoredDims::OutIn) }),
         _ => None,
     }
 }
@@ -262,9 +276,6 @@ fn holds_gate(gate: OutputGate, tensors: &[LayoutTensor], is_packed: bool) -> bo
 fn stack_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
     let h = cfg.num_heads();
     let h_kv = cfg.num_kv_heads();
-    if cfg.out_proj() {
-        return Some("a stack of heads has no output projection, but the config has one".into());
-    }
     if h_kv != h {
         return Some(format!("a stack of heads has keys for each of its {h} heads, but num_kv_heads is {h_kv}"));
     }

@@ -11,7 +11,7 @@ use super::config::GatedDeltaNetConfig;
 use super::projections::ConvChannels;
 use candle_attention_modules::base::{
     FusedRows, FusedTensor, HeadShard, Heads, LINEAR_WEIGHT, Parameter, ParameterReader, ParameterSpec, QueryHeadOrder,
-    has,
+    StoredDims, has,
 };
 
 /// How a checkpoint names and packs the parameters of a [`GatedDeltaNet`](crate::GatedDeltaNet). Each layout has
@@ -166,7 +166,7 @@ fn fused_tensor(name: &str, groups: usize, parts: &[FusedRows], width: &[usize],
     let rows = parts.iter().map(|part| part.count).sum();
     FusedTensor {
         spec: ParameterSpec::new(format!("{name}.weight"), [&[rows], width].concat(), init),
-        is_transposed: false,
+        dims: StoredDims::OutIn,
         groups,
         parts: parts.to_vec(),
         query_heads: QueryHeadOrder::Grouped,

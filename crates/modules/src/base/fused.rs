@@ -19,6 +19,19 @@ pub struct FusedRows {
     pub heads: Option<Heads>,
 }
 
+/// The dimensions of a weight or a bias of projections in a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoredDims {
+    /// A weight (out, in), or a bias (out,).
+    OutIn,
+    /// A weight (in, out), or a bias (out,).
+    InOut,
+    /// A weight (in, H, D), or a bias (H, D).
+    InHeads,
+    /// A weight (H, D, out), or a bias (out,).
+    HeadsOut,
+}
+
 /// A tensor of a checkpoint that contains the rows of one or more projections, one projection after the other or in
 /// several groups with rows of each.
 #[derive(Debug, Clone)]
@@ -26,8 +39,8 @@ pub struct FusedTensor {
     /// The tensor. It has a share where heads do not divide its rows, as in an output projection: the columns of its
     /// weight belong to heads, and its bias to a sum.
     pub spec: ParameterSpec,
-    /// Whether rows are stored as columns.
-    pub is_transposed: bool,
+    /// The dimensions of the tensor. Rows are outputs.
+    pub dims: StoredDims,
     /// The number of groups.
     pub groups: usize,
     /// The rows of each projection.
@@ -99,7 +112,18 @@ impl FusedTensor {
 
     /// Returns a stored tensor as (rows, ..).
     fn rows_of(&self, stored: Tensor) -> Result<Tensor> {
-        if self.is_transposed { stored.t() } else { Ok(stored) }
+        let is_bias = match self.dims {
+            StoredDims::InHeads => stored.rank() == 2,
+            StoredDims::OutIn | StoredDims::InOut | StoredDims::HeadsOut => stored.rank() == 1,
+        };
+        match self.dims {
+            StoredDims::InHeads if is_bias => stored.flatten_all(),
+            _ if is_bias => Ok(stored),
+            StoredDims::OutIn => Ok(stored),
+            StoredDims::InOut => stored.t(),
+            StoredDims::InHeads => stored.flatten_from(1)?.t(),
+            StoredDims::HeadsOut => stored.flatten_to(1)?.t(),
+        }
     }
 
     /// Returns the tensor as stored, made of the rows of each projection: the inverse of [`read`](Self::read).
@@ -121,7 +145,12 @@ impl FusedTensor {
             grouped.push(part.reshape([&[self.groups, count / self.groups], columns].concat())?);
         }
         let joined = Tensor::cat(&grouped, 1)?.flatten(0, 1)?;
-        if self.is_transposed { joined.t()?.contiguous() } else { joined.contiguous() }
+        let is_transposed = self.dims != StoredDims::OutIn && joined.rank() == 2;
+        let stored = if is_transposed { joined.t()?.contiguous()? } else { joined.contiguous()? };
+        match self.dims {
+            StoredDims::OutIn | StoredDims::InOut => Ok(stored),
+            StoredDims::InHeads | StoredDims::HeadsOut => stored.reshape(self.spec.shape.as_slice()),
+        }
     }
 }
 

@@ -19,7 +19,7 @@ pub use expect::{
     Dim, Expect, FLOATS, accumulation_dtype, check_entries, check_keys_and_values, check_memory, filled,
     fits_in_memory, is_addressable,
 };
-pub use fused::{FusedRows, FusedTensor};
+pub use fused::{FusedRows, FusedTensor, StoredDims};
 pub use graph::{IntoStorage, gradient_of, record, record_two};
 pub use nearest::{did_you_mean, edits, nearest};
 pub use optional_ref::OptionalRef;

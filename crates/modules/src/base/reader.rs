@@ -239,7 +239,14 @@ impl<'a> ParameterReader<'a> {
                 format!(" is missing, expected shape {expected:?}")
             }
             Error::UnexpectedShape { got, .. } => format!(" has shape {got:?}, expected {expected:?}"),
-            other => format!(": {other}"),
+            other => {
+                let text = other.to_string();
+                // The errors of a checkpoint name the tensor themselves.
+                match text.strip_prefix(&self.full_name(name)) {
+                    Some(rest) => rest.to_string(),
+                    None => format!(": {text}"),
+                }
+            }
         };
         let hint = match missing_tensor_hint(&error) {
             Some(hint) => format!("; {hint}"),

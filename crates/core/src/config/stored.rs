@@ -1,0 +1,113 @@
+//! The deserialisation of a config, with an error that says which option has the name nearest to an unknown one.
+
+use serde::de::Error;
+use serde::{Deserialize, Deserializer};
+
+use super::{KvSharing, LocalWindow, MultiHeadAttentionConfig};
+use crate::position::{AlibiConfig, AttentionTemperature, ContentPositions, RelativeBiasConfig, RopeConfig};
+use candle_attention_modules::base::nearest;
+use candle_attention_modules::gate::OutputGate;
+use candle_attention_modules::norm::{OutputNorm, QkNorm};
+
+/// The fields of a stored config. The compiler checks that [`MultiHeadAttentionConfig`] has the same.
+#[derive(Deserialize)]
+#[serde(remote = "MultiHeadAttentionConfig", deny_unknown_fields)]
+struct StoredConfig {
+    embed_dim: usize,
+    num_heads: usize,
+    num_kv_heads: Option<usize>,
+    head_dim: Option<usize>,
+    value_head_dim: Option<usize>,
+    out_dim: Option<usize>,
+    kdim: Option<usize>,
+    vdim: Option<usize>,
+    #[serde(default)]
+    q_bias: bool,
+    #[serde(default)]
+    k_bias: bool,
+    #[serde(default)]
+    v_bias: bool,
+    #[serde(default)]
+    out_bias: bool,
+    #[serde(default = "has_out_proj")]
+    out_proj: bool,
+    #[serde(default)]
+    bias_kv: bool,
+    #[serde(default)]
+    num_mem_kv: usize,
+    #[serde(default)]
+    add_zero_attn: bool,
+    #[serde(default)]
+    causal: bool,
+    context_length: Option<usize>,
+    window: Option<usize>,
+    local_window: Option<LocalWindow>,
+    chunk: Option<usize>,
+    clip_qkv: Option<f64>,
+    softcap: Option<f64>,
+    scale: Option<f64>,
+    #[serde(default)]
+    sinks: bool,
+    qk_norm: Option<QkNorm>,
+    rope: Option<RopeConfig>,
+    #[serde(default)]
+    norm_after_rope: bool,
+    value_norm: Option<f64>,
+    attention_temperature: Option<AttentionTemperature>,
+    alibi: Option<AlibiConfig>,
+    relative_bias: Option<RelativeBiasConfig>,
+    content_positions: Option<ContentPositions>,
+    output_gate: Option<OutputGate>,
+    output_norm: Option<OutputNorm>,
+    #[serde(default)]
+    kv_sharing: KvSharing,
+    #[serde(default)]
+    dropout: f64,
+}
+
+/// Returns the default of [`MultiHeadAttentionConfig::out_proj`].
+fn has_out_proj() -> bool {
+    true
+}
+
+impl<'de> Deserialize<'de> for MultiHeadAttentionConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        StoredConfig::deserialize(deserializer).map_err(|error| match with_nearest(&error.to_string()) {
+            Some(text) => D::Error::custom(text),
+            None => error,
+        })
+    }
+}
+
+/// Returns serde's error about an unknown field with the nearest of the names that it lists instead of the list; `None`
+/// for another error, and if no name is near. The list has the fields of the struct without that field, which may be the
+/// config of an option.
+fn with_nearest(text: &str) -> Option<String> {
+    let quoted: Vec<&str> = text.strip_prefix("unknown field ")?.split('`').collect();
+    // The texts between quotes and those in quotes take turns; the last one is the position in the file.
+    let [_, unknown, .., position] = quoted[..] else { return None };
+    let known = quoted[2..].iter().skip(1).step_by(2).copied();
+    let nearest = nearest(unknown, known).first()?.to_string();
+    Some(format!("unknown field `{unknown}`, did you mean `{nearest}`?{position}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error_of(text: &str) -> String {
+        serde_json::from_str::<MultiHeadAttentionConfig>(text).expect_err("an unknown field").to_string()
+    }
+
+    #[test]
+    fn misspelt_field_of_config_names_the_nearest_field() {
+        assert_eq!(
+            error_of(r#"{"embed_dim": 8, "num_heads": 4, "num_kv_head": 2}"#),
+            "unknown field `num_kv_head`, did you mean `num_kv_heads`? at line 1 column 46"
+        );
+        let in_option = error_of(r#"{"embed_dim": 8, "num_heads": 4, "local_window": {"lef": 1, "right": 2}}"#);
+        assert!(in_option.starts_with("unknown field `lef`, did you mean `left`?"), "{in_option}");
+        let far = error_of(r#"{"embed_dim": 8, "num_heads": 4, "vocabulary": 2}"#);
+        assert!(far.starts_with("unknown field `vocabulary`, expected one of `embed_dim`"), "{far}");
+    }
+}
