@@ -107,13 +107,19 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
         let norm = QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
         normalise(parameters, "v_norm", norm, d_v, &mut v);
     }
-    // A learned key and a key of zeros follow the others, without a norm.
-    let more = usize::from(cfg.bias_kv()) + usize::from(cfg.add_zero_attn());
-    let append = |xs: &Array, name: &str| {
+    // A learned key, a key of zeros and the learned keys of each head follow the others, without a norm or a position.
+    let of_pytorch = usize::from(cfg.bias_kv()) + usize::from(cfg.add_zero_attn());
+    let count = cfg.num_mem_kv();
+    let more = of_pytorch + count;
+    let append = |xs: &Array, name: &str, name_by_heads: &str| {
+        let width = xs.width() / h_kv;
         let all = Array::each([1, b, t_kv + more, xs.width()], |[_, b, j, n]| match j.checked_sub(t_kv) {
             None => xs.at([0, b, j, n]),
             Some(0) if cfg.bias_kv() => parameters[name].data[n],
-            Some(_) => 0.0,
+            Some(row) => match row.checked_sub(of_pytorch) {
+                Some(row) => parameters[name_by_heads].data[(n / width * count + row) * width + n % width],
+                None => 0.0,
+            },
         });
         Array::of(&[b, t_kv + more, xs.width()], all.data)
     };
@@ -125,8 +131,8 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     let mut case = Case {
         dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v },
         q: heads(&q, h, d),
-        k: heads(&append(&k, "bias_k"), h_kv, d),
-        v: heads(&append(&v, "bias_v"), h_kv, d_v),
+        k: heads(&append(&k, "bias_k", "mem_k"), h_kv, d),
+        v: heads(&append(&v, "bias_v", "mem_v"), h_kv, d_v),
         masks: std::iter::once(own).chain(input.mask.iter().cloned()).collect(),
         uniform_fully_masked_rows: false,
         options: Options {

@@ -139,7 +139,7 @@ impl LayerKind {
     /// Returns the number of keys that the layer appends, to which every query attends.
     pub fn more_keys(&self) -> usize {
         match self {
-            Self::MultiHead(cfg) => usize::from(cfg.bias_kv()) + usize::from(cfg.add_zero_attn()),
+            Self::MultiHead(cfg) => usize::from(cfg.bias_kv()) + usize::from(cfg.add_zero_attn()) + cfg.num_mem_kv(),
             Self::Latent(_) => 0,
         }
     }

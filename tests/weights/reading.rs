@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use candle_attention::WeightLayout;
 use candle_attention::weights::{self, Checkpoint};
+use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
 use candle_core::{DType, Result, Tensor};
 
 use crate::common::{assert_close, error_text, models};
@@ -123,5 +123,55 @@ fn float8_weights_are_multiplied_by_their_scales() -> Result<()> {
     let raw = weights::open(&path, DType::F8E4M3, &CPU)?.get((300, 260), "none.weight")?;
     assert_eq!(raw.dtype(), DType::F8E4M3);
     assert_close(&raw.to_dtype(DType::F32)?, &exact, 0.0, "as it is stored");
+    Ok(())
+}
+
+#[test]
+fn float8_without_a_fraction_is_refused_with_the_name_of_its_tensor() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    for dtype in ["F8_E5M2", "F8_E8M0"] {
+        let header = format!(r#"{{"attn.q_proj.weight":{{"dtype":"{dtype}","shape":[2,2],"data_offsets":[0,4]}}}}"#);
+        let len = (header.len() as u64).to_le_bytes();
+        std::fs::write(&path, [&len[..], header.as_bytes(), &[0; 4]].concat())?;
+        // SAFETY: nobody changes the file of this test.
+        let mapped = unsafe { weights::open_mmaped(&path, DType::F32, &CPU)? };
+        for vb in [weights::open(&path, DType::F32, &CPU)?, mapped] {
+            let expected = format!("attn.q_proj.weight: unsupported safetensors dtype {dtype}");
+            assert_eq!(error_text(vb.get((2, 2), "attn.q_proj.weight")), expected);
+            let cfg = MultiHeadAttentionConfig::new(2, 1);
+            let text = error_text(MultiHeadAttention::new(&cfg, vb.pp("attn")));
+            assert_eq!(text, format!("[multi_head_attention] {expected} (layout canonical)"));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn names_with_slashes_are_read_with_dots() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    let named = |name: &str, step| Ok::<_, candle_core::Error>((name.to_string(), wave(step, (2, 2))?));
+    let tensors = HashMap::from([named("a/b/kernel", 0.1)?, named("c/d", 0.2)?, named("c.d", 0.3)?]);
+    candle_core::safetensors::save(&tensors, &path)?;
+    let checkpoint = Checkpoint::open(&path)?;
+    assert_eq!(checkpoint.shapes().map(|(name, _)| name).collect::<Vec<_>>(), ["a.b.kernel", "c.d", "c/d"]);
+    // SAFETY: nobody changes the file of this test.
+    let mapped = unsafe { weights::open_mmaped(&path, DType::F32, &CPU)? };
+    for vb in [weights::open(&path, DType::F32, &CPU)?, mapped] {
+        assert_close(&vb.pp("a").pp("b").get((2, 2), "kernel")?, &tensors["a/b/kernel"], 0.0, "by its prefix");
+        assert_close(&vb.get((2, 2), "a/b/kernel")?, &tensors["a/b/kernel"], 0.0, "by its name");
+        assert_close(&vb.get((2, 2), "c/d")?, &tensors["c/d"], 0.0, "beside the same name with a dot");
+        assert_close(&vb.get((2, 2), "c.d")?, &tensors["c.d"], 0.0, "a name with a dot");
+    }
+    Ok(())
+}
+
+#[test]
+fn layer_of_bert_given_to_new_is_refused_with_its_layout() -> Result<()> {
+    let cfg = MultiHeadAttentionConfig::new(8, 2);
+    let tensors = crate::invented(&cfg, WeightLayout::Bert)?.state_dict(WeightLayout::Bert)?;
+    let text = error_text(crate::load(&cfg, WeightLayout::Canonical, &tensors));
+    assert!(text.contains("q_proj.weight is missing") && text.contains("have the layout `bert`"), "{text}");
     Ok(())
 }

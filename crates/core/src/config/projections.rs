@@ -66,8 +66,8 @@ impl MultiHeadAttentionConfig {
 
     /// Sets the number of learned keys and values of each key head that follow the keys of a call, for every query to
     /// attend to (parameters `mem_k` and `mem_v`, (H_kv, `num_mem_kv`, D)): `num_mem_kv` of x-transformers. They have
-    /// neither a norm nor a position. Attention weights then have T_kv + `num_mem_kv` columns; x-transformers has these columns
-    /// first, this crate last. The default is 0.
+    /// neither a norm nor a position. Attention weights then have T_kv + `num_mem_kv` columns; x-transformers has these
+    /// columns first, this crate last. The default is 0.
     ///
     /// A call with a cache copies the stored keys and values once, to put the learned ones behind them.
     ///

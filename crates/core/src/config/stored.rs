@@ -80,8 +80,8 @@ impl<'de> Deserialize<'de> for MultiHeadAttentionConfig {
 }
 
 /// Returns serde's error about an unknown field with the nearest of the names that it lists instead of the list; `None`
-/// for another error, and if no name is near. The list has the fields of the struct without that field, which may be the
-/// config of an option.
+/// for another error, and if no name is near. The list has the fields of the struct without that field, which may be
+/// the config of an option.
 fn with_nearest(text: &str) -> Option<String> {
     let quoted: Vec<&str> = text.strip_prefix("unknown field ")?.split('`').collect();
     // The texts between quotes and those in quotes take turns; the last one is the position in the file.

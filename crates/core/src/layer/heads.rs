@@ -159,9 +159,9 @@ impl MultiHeadAttention {
         if self.config.norm_after_rope() { normalized(rotated(heads)?) } else { rotated(normalized(heads)?) }
     }
 
-    /// Returns the key and value heads that the layer appends to the heads of each sequence, (1, H_kv, n, D) and (1,
-    /// H_kv, n, D_v): the learned key of PyTorch, the key of zeros, and the learned keys of x-transformers. `None` if there
-    /// are none.
+    /// Returns the key heads (1, H_kv, n, D) and value heads (1, H_kv, n, D_v) that the layer appends to the heads of
+    /// each sequence: the learned key of PyTorch, the key of zeros, and the learned keys of x-transformers. `None` if
+    /// there are none.
     pub(super) fn appended_heads(&self) -> Result<Option<KeysAndValues>> {
         if self.config.appended_keys() == 0 {
             return Ok(None);

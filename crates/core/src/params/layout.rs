@@ -56,8 +56,8 @@
 /// | `packed:to_qkv` | to_qkv, to_out; rows by part | lucidrains' vit-pytorch (`SimpleViT`) and others |
 /// | `packed:to_qkv-to_out.0` | to_qkv, to_out.0; rows by part | lucidrains' vit-pytorch |
 ///
-/// Every packed spelling accepts `:by-head`. Persistent buffers in the file (`mask`, `tril`) are passed over. Names with
-/// `/` between their parts, as flax and Keras have, are read by `weights::open` with `.` instead.
+/// Every packed spelling accepts `:by-head`. Persistent buffers in the file (`mask`, `tril`) are passed over. Names
+/// with `/` between their parts, as flax and Keras have, are read by `weights::open` with `.` instead.
 ///
 /// [`MultiHeadAttention::new`]: crate::MultiHeadAttention::new
 /// [`RopeStyle::Interleaved`]: crate::RopeStyle::Interleaved

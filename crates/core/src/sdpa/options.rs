@@ -57,8 +57,9 @@ impl SdpaOptions {
         self
     }
 
-    /// Bounds the scores to ±`softcap` by `softcap · tanh(score / softcap)`, as Gemma 2 does: after the scale, and before
-    /// biases are added ([`AttentionMask::with_bias`], ALiBi, relative positions), which are not bounded.
+    /// Bounds the scores to ±`softcap` by `softcap · tanh(score / softcap)`, as Gemma 2 does: after the scale, and
+    /// before biases are added ([`AttentionMask::with_bias`](crate::AttentionMask::with_bias), ALiBi, relative
+    /// positions), which are not bounded.
     #[doc(alias = "attn_logit_softcapping")]
     pub fn with_softcap(mut self, softcap: impl Into<Option<f64>>) -> Self {
         self.softcap = softcap.into();
