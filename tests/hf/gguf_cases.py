@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from transformers import AutoModelForImageTextToText
+
 from cases import CASES as CHECKPOINTS
 from cases import decoder
 
@@ -33,6 +35,12 @@ EXPERTS = {
 }
 
 
+VISION = {
+    "depth": 1, "hidden_size": 8, "embed_dim": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16,
+    "num_position_embeddings": 4, "patch_size": 2, "deepstack_visual_indexes": [],
+}
+
+
 def rope(**parameters):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0} | parameters}
 
@@ -47,13 +55,48 @@ def small(model_type, *configs, **places):
     return decoder(model_type, *configs, sizes=places.pop("sizes", SIZES), **places)
 
 
+# Parameters that are zero, so that no GELU counts, which llama.cpp reads from a table in f16.
+WITHOUT_GELU = r"mlp\.down_proj|per_layer_projection\."
+ZEROED = {
+    "gemma3n": WITHOUT_GELU,
+    "gemma4": WITHOUT_GELU,
+    "gemma4_keys_as_values": WITHOUT_GELU,
+    "qwen3vlmoe": "experts",
+}
+# The layers of a file, where they are not the first four.
+KEPT = {"gemma3n": [0, 18, 19, 20, 21]}
+
+
+def add_unused_keys(_, tensors, __):
+    """Adds the projections of keys and values that published checkpoints of Gemma 3n have in all layers."""
+    for name, tensor in list(tensors.items()):
+        for part in ("k_proj", "v_proj", "k_norm"):
+            if f".layers.0.self_attn.{part}." in name:
+                for layer in (20, 21):
+                    tensors[name.replace(".layers.0.", f".layers.{layer}.")] = tensor.clone()
+
+
+def transpose_experts(_, tensors, __):
+    """Transposes experts, which published checkpoints of Qwen3-VL have in the other order."""
+    for name, tensor in tensors.items():
+        if "experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+
+
+def list_experts(fields, _, __):
+    """Sets a number for each layer, as published configurations of Hunyuan have it."""
+    fields.update({"moe_topk": [2, 2], "num_shared_expert": [1, 1], "moe_intermediate_size": [24, 24]})
+
+
+# Changes of checkpoints to what is published.
+PUBLISHED = {"gemma3n": add_unused_keys, "hunyuan-moe": list_experts, "qwen3vlmoe": transpose_experts}
+
 CASES = {
     "afmoe": small("afmoe", WIDE, FULL_LAST, EXPERTS, {
-        "num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True,
+        "num_dense_layers": 4, "num_shared_experts": 1, "mup_enabled": True,
     }),
     "apertus": small("apertus", rope()),
     "arcee": small("arcee", WIDE, rope()),
-    "bitnet": small("bitnet", rope(), TIED),
     "cohere2moe": small("cohere2_moe", WIDE, ALTERNATING, EXPERTS),
     "dbrx": small(
         "dbrx",
@@ -67,7 +110,7 @@ CASES = {
         out_proj="norm_attn_norm.attn.out_proj",
     ),
     "dots1": small("dots1", WIDE, rope(), {
-        "num_key_value_heads": 4,
+        "num_key_value_heads": 4, "scoring_func": "sigmoid",
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 8,
         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     }),
@@ -76,7 +119,7 @@ CASES = {
         "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 12,
         "moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 1,
     }),
-    "exaone4": small("exaone4", rope(), {"sliding_window": None}),
+    "exaone4": small("exaone4", rope(), {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     # llama.cpp knows the size with windows by its number of layers.
     "exaone4_windows": small("exaone4", FULL_LAST, rope(), {
         "num_hidden_layers": 64, "layer_types": FULL_LAST["layer_types"] * 16,
@@ -85,18 +128,20 @@ CASES = {
         "num_shared_experts": 1, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense"] + ["sparse"] * 3,
         "first_k_dense_replace": 1, "scoring_func": "sigmoid",
     }),
+    # llama.cpp reads no number of layers with their own keys: 20.
     "gemma3n": small("gemma3n_text", WIDE, {
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 11, "num_hidden_layers": 22, "num_kv_shared_layers": 2,
         "sliding_window": 5, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 61, "laurel_rank": 64,
-        "intermediate_size": [24] * 4, "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [24] * 22, "activation_sparsity_pattern": [0.0] * 22,
     }),
     "gemma4": small("gemma4_text", WIDE, {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
         "sliding_window": 5, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 61, "global_head_dim": 16,
+        "final_logit_softcapping": 30.0,
     }),
     "gemma4_keys_as_values": small("gemma4_text", WIDE, ALTERNATING, {
         "hidden_size_per_layer_input": 0, "global_head_dim": 16, "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True, "num_kv_shared_layers": 0,
+        "attention_k_eq_v": True, "num_kv_shared_layers": 0, "final_logit_softcapping": 30.0,
     }),
     "glm4_moe": small("glm4_moe", WIDE, rope(partial_rotary_factor=0.5), {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 8,
@@ -110,7 +155,7 @@ CASES = {
     }),
     "hunyuan-dense": small("hunyuan_v1_dense", WIDE, rope()),
     "hunyuan-moe": small("hunyuan_v1_moe", WIDE, rope(), EXPERTS, {
-        "moe_topk": [2, 2], "num_shared_expert": [1, 1], "moe_intermediate_size": [24, 24],
+        "moe_topk": 2, "num_shared_expert": 1, "moe_intermediate_size": 24,
     }),
     "hy_v3": small("hy_v3", WIDE, rope(), EXPERTS, {"num_shared_experts": 1, "first_k_dense_replace": 1}),
     "jais2": small("jais2", WIDE, rope()),
@@ -126,22 +171,30 @@ CASES = {
         "no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4, "interleave_moe_layer_step": 1,
         "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 24,
     }}),
-    "mellum": small("mellum", WIDE, ALTERNATING, EXPERTS),
+    "mellum": small("mellum", WIDE, ALTERNATING, EXPERTS, {"rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }}),
     "minimax-m2": small("minimax_m2", WIDE, EXPERTS, rope(), {"rotary_dim": 4, "scoring_func": "sigmoid"}),
     "mistral3": small("ministral3", WIDE, {"rope_parameters": YARN | {
         "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0,
     }}),
     "mistral3_without_scaling": small("mistral", WIDE, rope()),
-    "muse-glimmer": small("muse_glimmer_text", WIDE, ALTERNATING, EXPERTS),
     "nemotron": small("nemotron", rope(partial_rotary_factor=0.5)),
     "olmo": small("olmo", {"clip_qkv": 0.7}, rope()),
     "olmo2_windows": small("olmo3", rope(), FULL_LAST),
     "olmoe": small("olmoe", rope(), EXPERTS, {"num_key_value_heads": 4, "norm_topk_prob": False}),
-    "phimoe": small("phimoe", EXPERTS, rope(), {"attention_bias": True, "lm_head_bias": True}),
-    "qwen2moe": small("qwen2_moe", EXPERTS, rope()),
-    "qwen2vl": small("qwen2_vl_text", rope(mrope_section=[1, 1, 0])),
+    "qwen2moe": small("qwen2_moe", EXPERTS, rope(), {"norm_topk_prob": False}),
+    "qwen2vl": small("qwen2_vl", {
+        "text_config": {**SIZES, **rope(mrope_section=[1, 1, 0])}, "vision_config": VISION, "vocab_size": 61,
+    }, sizes={}, layers="language_model.layers", auto_class=AutoModelForImageTextToText),
     "qwen3moe": small("qwen3_moe", WIDE, EXPERTS, rope()),
-    "qwen3vl": small("qwen3_vl_text", WIDE, rope(mrope_section=[2, 1, 1])),
+    "qwen3vl": small("qwen3_vl", {
+        "text_config": {**SIZES, **WIDE, **rope(mrope_section=[2, 1, 1])}, "vision_config": VISION, "vocab_size": 61,
+    }, sizes={}, layers="language_model.layers", auto_class=AutoModelForImageTextToText),
+    "qwen3vlmoe": small("qwen3_vl_moe", {
+        "text_config": {**SIZES, **WIDE, **EXPERTS, **rope(mrope_section=[2, 1, 1])}, "vision_config": VISION,
+        "vocab_size": 61,
+    }, sizes={}, layers="language_model.layers", auto_class=AutoModelForImageTextToText),
     "seed_oss": small("seed_oss", WIDE, rope(), {"attention_bias": True}),
-    "step35": small("step3p5", WIDE, ALTERNATING, EXPERTS),
 }

@@ -4,6 +4,7 @@ The converter is in the source of llama.cpp, which the source package of llama-c
 package xllamacpp, and llama-cpp-py-sync declares its functions (`requirements_gguf.txt`).
 """
 
+import json
 import logging
 import sys
 
@@ -26,6 +27,9 @@ def convert(folder, file, vocab_size):
     converter = get_model_class(get_model_architecture(fields, ModelType.TEXT))
     # The models have no layers that predict more tokens after the next one.
     ModelBase.no_mtp = True
+    # Some converters count the tokens of the file, and nothing else.
+    vocabulary = {"model": {"vocab": {str(token): token for token in range(vocab_size)}}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
     with torch.inference_mode():
         model = converter(folder, gguf.LlamaFileType.ALL_F32, file, eager=True)
         # Some converters choose another one for each version of a model.

@@ -8,7 +8,7 @@ LLAMA_CPP is a folder of llama.cpp's source. Packages: `requirements_gguf.txt`, 
 
 A model of transformers is saved, converted to a file in f32 by llama.cpp's converter, and llama.cpp's logits for that
 file are compared with those of transformers. Then `{case}.gguf` gets the file's metadata and its tensors of attention,
-without the vocabulary, of its first four layers, and `{case}.safetensors` gets `layer{i}.in` and `layer{i}.out` (1, T, E) of transformers. Weights
+without the vocabulary, of four or five layers, and `{case}.safetensors` gets `layer{i}.in` and `layer{i}.out` (1, T, E) of transformers. Weights
 are f16, which loses nothing: all random numbers are rounded to f16 first.
 """
 
@@ -30,12 +30,16 @@ from transformers.utils import logging
 
 import llama_cpp
 from gguf_cases import CASES as DECODERS
+from gguf_cases import KEPT, ZEROED
+from gguf_cases import PUBLISHED as PUBLISHED_DECODERS
 from gguf_hybrid_cases import CASES as OTHERS
-from gguf_hybrid_cases import LOGIT_FACTORS, PUBLISHED
+from gguf_hybrid_cases import LOGIT_FACTORS
+from gguf_hybrid_cases import PUBLISHED as PUBLISHED_OTHERS
 from make import run
 from randomise import randomise
 
 CASES = DECODERS | OTHERS
+PUBLISHED = PUBLISHED_DECODERS | PUBLISHED_OTHERS
 ROOT = Path(__file__).resolve().parent / "gguf_models"
 # The largest difference of logits, as a part of the largest logit. llama.cpp reads some activations from tables in f16.
 TOLERANCE = 2e-3
@@ -82,8 +86,9 @@ def record(name, case, folder, library):
     model = make(config, attn_implementation="eager").eval()
     randomise(model, lambda parameter: parameter.shape[-1])
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.half())
+        for path, parameter in model.named_parameters():
+            is_zero = name in ZEROED and re.search(ZEROED[name], path)
+            parameter.copy_(torch.zeros_like(parameter) if is_zero else parameter.half())
     called, linear = {}, {}
 
     def note(_, args, kwargs, output):
@@ -117,9 +122,10 @@ def record(name, case, folder, library):
     rows = called["rows"] / LOGIT_FACTORS.get(name, 1.0)
     embeds = case.encoder and not case.decoder
     found = library.run(whole, called["ids"], rows.shape[-1], embeds=embeds, decoder_ids=called["decoder_ids"])
-    keep_attention(whole, folder / f"{name}.gguf")
+    layers = KEPT.get(name, range(4))
+    keep_attention(whole, folder / f"{name}.gguf", layers)
     kept = {}
-    for i in range(KEPT_LAYERS):
+    for i in layers:
         for kind in ("", "decoder.", "cross."):
             for part in ("in", "out", "memory"):
                 key = f"{kind}layer{i}.{part}"
@@ -129,13 +135,12 @@ def record(name, case, folder, library):
     return ((found - rows).abs().max() / rows.abs().max()).item()
 
 
-KEPT_LAYERS = 4
-# Tensors beside attention whose names begin like those of attention.
+# The norms of layers, whose names begin like the names of attention.
 NORMS_OF_LAYERS = r"attn_norm|attn_norm_2|attn_post_norm|attn_output_norm|attn_out_norm"
 
 
-def keep_attention(whole, file):
-    """Copies the metadata and the tensors of attention of a file. Matrices become f16."""
+def keep_attention(whole, file, layers):
+    """Copies the metadata and the tensors of attention of some layers of a file. Matrices become f16."""
     import gguf
 
     reader = gguf.GGUFReader(whole)
@@ -146,7 +151,7 @@ def keep_attention(whole, file):
             writer.add_key_value(field.name, field.contents(), kind, sub_type=entries)
     for tensor in reader.tensors:
         layer = re.match(r"blk\.(\d+)\.", tensor.name)
-        if layer and int(layer[1]) >= KEPT_LAYERS:
+        if layer and int(layer[1]) not in layers:
             continue
         if re.search(r"attn_|ssm_|rope_|rel_b", tensor.name) and not re.search(rf"\.({NORMS_OF_LAYERS})\.", tensor.name):
             numbers = np.array(tensor.data)

@@ -4,9 +4,12 @@ use candle_core::quantized::gguf_file::Content;
 use candle_core::{Result, bail};
 use serde_json::json;
 
+use super::decoders::{self, rope_by_kind};
 use super::hybrid;
-use super::metadata::{Architecture, DEFAULT_BASE, Fields, FullLayer, Metadata, shown};
+use super::metadata::{Architecture, Fields, FullLayer, Metadata, shown};
+use super::refused::REFUSED;
 use super::t5::t5;
+use candle_attention_modules::base::did_you_mean;
 
 const fn of(name: &'static str, model_type: &'static str) -> Architecture {
     Architecture {
@@ -14,6 +17,8 @@ const fn of(name: &'static str, model_type: &'static str) -> Architecture {
         model_type,
         reorders_rotary: false,
         is_hybrid: false,
+        heads_by_layer: false,
+        factors_without_window: false,
         reads: &[],
         window_pattern: None,
         adjust: |_, _| Ok(()),
@@ -27,6 +32,14 @@ impl Architecture {
 
     const fn hybrid(self) -> Self {
         Self { is_hybrid: true, ..self }
+    }
+
+    const fn heads_by_layer(self) -> Self {
+        Self { heads_by_layer: true, ..self }
+    }
+
+    const fn factors_without_window(self) -> Self {
+        Self { factors_without_window: true, ..self }
     }
 
     const fn reads(self, reads: &'static [&'static str]) -> Self {
@@ -44,13 +57,25 @@ impl Architecture {
 
 /// In alphabetical order.
 pub(super) const ARCHITECTURES: &[Architecture] = &[
+    of("afmoe", "afmoe")
+        .window_pattern(FullLayer::Last)
+        .adjust(|metadata, fields| decoders::windows_of_four(metadata, fields, FullLayer::Last)),
+    of("apertus", "apertus"),
+    of("arcee", "arcee").reorders_rotary(),
     of("bert", "bert"),
     of("bloom", "bloom"),
     of("chatglm", "glm"),
     of("cohere2", "cohere2").window_pattern(FullLayer::Last),
+    of("cohere2moe", "cohere2_moe").window_pattern(FullLayer::First),
     of("command-r", "cohere"),
+    of("dbrx", "dbrx").adjust(decoders::dbrx),
     of("deepseek2", "deepseek_v3").reads(&[hybrid::YARN_LOG_MULTIPLIER]).adjust(hybrid::deepseek2),
+    of("dots1", "dots1").adjust(decoders::no_window),
+    of("ernie4_5", "ernie4_5"),
+    of("ernie4_5-moe", "ernie4_5_moe"),
     of("eurobert", "eurobert"),
+    of("exaone-moe", "exaone_moe").window_pattern(FullLayer::Last),
+    of("exaone4", "exaone4").window_pattern(FullLayer::Last).adjust(decoders::exaone4),
     of("falcon", "falcon").adjust(|_, fields| {
         fields.insert("new_decoder_architecture".into(), json!(fields["num_kv_heads"] != 1));
         Ok(())
@@ -67,7 +92,14 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
         rope_by_kind(metadata, fields)?;
         gemma_scale(metadata, fields, 62)
     }),
+    of("gemma3n", "gemma3n_text").window_pattern(FullLayer::Last).adjust(decoders::gemma3n),
+    of("gemma4", "gemma4_text")
+        .window_pattern(FullLayer::Last)
+        .heads_by_layer()
+        .factors_without_window()
+        .adjust(decoders::gemma4),
     of("glm4", "glm4"),
+    of("glm4moe", "glm4_moe"),
     of("gpt-oss", "gpt_oss").window_pattern(FullLayer::Last).adjust(|_, fields| {
         fields["rope_parameters"]["truncate"] = json!(false);
         Ok(())
@@ -75,10 +107,19 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     of("gpt2", "gpt2"),
     of("gptneox", "gpt_neox"),
     of("granite", "granite").reorders_rotary(),
+    of("granite_swa", "granite_swa").reorders_rotary().window_pattern(FullLayer::First),
     of("granitehybrid", "granitemoehybrid").reorders_rotary().hybrid().adjust(hybrid::granite_hybrid),
+    of("granitemoe", "granitemoe").reorders_rotary(),
+    of("hunyuan-dense", "hunyuan_v1_dense"),
+    of("hunyuan-moe", "hunyuan_v1_moe"),
+    of("hy_v3", "hy_v3"),
+    of("jais2", "jais2"),
     of("jamba", "jamba").hybrid().adjust(hybrid::jamba),
     of("jina-bert-v3", "jina_embeddings_v3"),
     of("kimi-linear", "kimi_linear").hybrid().adjust(hybrid::kimi_linear),
+    of("laguna", "laguna").window_pattern(FullLayer::First).heads_by_layer().adjust(decoders::laguna),
+    of("lfm2", "lfm2").hybrid().adjust(decoders::lfm2),
+    of("lfm2moe", "lfm2_moe").hybrid().adjust(decoders::lfm2),
     of("llama", "llama").reorders_rotary().adjust(|metadata, fields| {
         if metadata.size("expert_count")?.is_some_and(|experts| experts > 0) {
             fields["model_type"] = json!("mixtral");
@@ -87,7 +128,14 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
         }
         Ok(())
     }),
+    of("llama4", "llama4_text").window_pattern(FullLayer::Last).adjust(decoders::llama4),
+    of("mellum", "mellum").window_pattern(FullLayer::Last).adjust(decoders::mellum),
     of("minicpm3", "minicpm3").adjust(hybrid::latent),
+    of("minimax-m2", "minimax_m2"),
+    of("mistral3", "ministral3")
+        .reorders_rotary()
+        .reads(&[hybrid::YARN_LOG_MULTIPLIER, decoders::TEMPERATURE_SCALE])
+        .adjust(decoders::mistral3),
     of("modern-bert", "modernbert").window_pattern(FullLayer::First).adjust(|metadata, fields| {
         if let Some(window) = fields.remove("sliding_window") {
             fields.insert("local_attention".into(), window);
@@ -101,20 +149,26 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
         fields.insert("attn_config".into(), alibi);
         Ok(())
     }),
+    of("nemotron", "nemotron"),
     of("nemotron_h", "nemotron_h").hybrid().adjust(hybrid::nemotron_h),
     of("nemotron_h_moe", "nemotron_h").hybrid().adjust(hybrid::nemotron_h),
     of("nomic-bert", "nomic_bert"),
-    of("olmo2", "olmo2").adjust(|metadata, _| match metadata.size("attention.sliding_window")? {
-        Some(window @ 1..) => metadata.fail(format!("the window of Olmo 3, {window}, is not supported")),
-        _ => Ok(()),
-    }),
+    of("olmo", "olmo").reorders_rotary().adjust(decoders::clip),
+    of("olmo2", "olmo2").window_pattern(FullLayer::Last).adjust(decoders::olmo2),
+    of("olmoe", "olmoe"),
     of("phi2", "phi"),
     of("phi3", "phi3"),
     of("qwen2", "qwen2"),
+    of("qwen2moe", "qwen2_moe"),
+    of("qwen2vl", "qwen2_vl_text").adjust(decoders::on_axes),
     of("qwen3", "qwen3"),
-    of("qwen35", "qwen3_5_text").hybrid().adjust(hybrid::qwen3_5),
-    of("qwen35moe", "qwen3_5_moe_text").hybrid().adjust(hybrid::qwen3_5),
+    of("qwen35", "qwen3_5_text").hybrid().adjust(qwen3_5),
+    of("qwen35moe", "qwen3_5_moe_text").hybrid().adjust(qwen3_5),
+    of("qwen3moe", "qwen3_moe"),
     of("qwen3next", "qwen3_next").hybrid().adjust(hybrid::qwen3_next),
+    of("qwen3vl", "qwen3_vl_text").adjust(decoders::on_axes),
+    of("qwen3vlmoe", "qwen3_vl_moe_text").adjust(decoders::on_axes),
+    of("seed_oss", "seed_oss"),
     of("smollm3", "smollm3").reorders_rotary(),
     of("stablelm", "stablelm"),
     of("starcoder", "gpt_bigcode"),
@@ -128,16 +182,30 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
 /// # Errors
 /// If the file names no architecture, or one that is not known.
 pub(super) fn metadata_of(content: &Content) -> Result<Metadata<'_>> {
-    let names = || ARCHITECTURES.iter().map(|architecture| architecture.name).collect::<Vec<_>>().join(", ");
-    let Some(name) = content.metadata.get("general.architecture") else {
-        bail!("[gguf] the metadata has no general.architecture, expected one of: {}", names())
+    let Some(found) = content.metadata.get("general.architecture") else {
+        bail!("[gguf] the metadata has no general.architecture, expected one of `gguf::architectures`")
     };
-    for architecture in ARCHITECTURES {
-        if name.to_string().is_ok_and(|text| text == architecture.name) {
-            return Ok(Metadata { content, architecture });
-        }
+    let Ok(name) = found.to_string() else { bail!("[gguf] general.architecture is {}, expected text", shown(found)) };
+    if let Some(architecture) = ARCHITECTURES.iter().find(|architecture| architecture.name == name) {
+        return Ok(Metadata { content, architecture });
     }
-    bail!("[gguf] general.architecture is {}, expected one of: {}", shown(name), names())
+    if let Some(refused) = REFUSED.iter().find(|refused| refused.name == name) {
+        bail!("[gguf] the architecture {name:?} is not supported: {}", refused.reason)
+    }
+    let names = ARCHITECTURES.iter().map(|architecture| architecture.name);
+    let advice =
+        did_you_mean(name, names.clone(), || format!("expected one of: {}.", names.collect::<Vec<_>>().join(", ")));
+    bail!(
+        "[gguf] general.architecture is {name:?}, which is not known; {advice} If the attention is that of a known \
+         architecture, write its name there and at the beginning of the keys, or load the model's safetensors with \
+         `hf::load_attention`"
+    )
+}
+
+/// Sets the sizes of Qwen3.5, and the pairs of each axis of its positions.
+fn qwen3_5(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+    hybrid::qwen3_next(metadata, fields)?;
+    decoders::on_axes(metadata, fields)
 }
 
 /// Sets the scale of Gemma's scores. The largest model of a family, which is recognised by its number of layers, scales
@@ -147,13 +215,5 @@ fn gemma_scale(metadata: &Metadata, fields: &mut Fields, layers_of_largest: usiz
     let follows = metadata.required("embedding_length")?.checked_div(metadata.required("attention.head_count")?);
     let head_dim = metadata.size("attention.key_length")?.filter(|_| !largest).or(follows);
     fields.insert("query_pre_attn_scalar".into(), json!(head_dim));
-    Ok(())
-}
-
-/// Sets the rotary positions of layers with a window, which have another base and no scaling.
-fn rope_by_kind(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
-    let base = metadata.number("rope.freq_base_swa")?.unwrap_or(DEFAULT_BASE);
-    let full = fields["rope_parameters"].take();
-    fields["rope_parameters"] = json!({"full_attention": full, "sliding_attention": {"rope_theta": base}});
     Ok(())
 }

@@ -50,7 +50,7 @@ impl Metadata<'_> {
         let mut set = |name: &str, value: serde_json::Value| {
             fields.insert(name.into(), value);
         };
-        let num_heads = self.required("attention.head_count")?;
+        let num_heads = self.query_heads()?;
         let num_kv_heads = self.key_heads()?.unwrap_or(num_heads);
         set("model_type", json!(self.architecture.model_type));
         set("num_hidden_layers", json!(self.num_hidden_layers()?));
@@ -66,7 +66,7 @@ impl Metadata<'_> {
             set(name, json!(has_qk_norm));
         }
         // The tensors tell which biases there are.
-        for name in ["attention_bias", "bias", "use_bias", "use_qkv_bias"] {
+        for name in ["attention_bias", "bias", "qkv_bias", "use_bias", "use_qkv_bias"] {
             set(name, json!(false));
         }
         if let Some(context) = self.count("context_length")? {

@@ -1,10 +1,9 @@
 //! The fields of latent attention, of linear attention, and of models in which some layers are recurrences.
 
 use candle_core::Result;
-use candle_core::quantized::gguf_file::Value as Entry;
 use serde_json::{Value, json};
 
-use super::metadata::{Fields, Metadata, whole};
+use super::metadata::{Fields, Metadata};
 
 /// 0.1 times the factor by which YaRN corrects the scale of the scores.
 pub(super) const YARN_LOG_MULTIPLIER: &str = "rope.scaling.yarn_log_multiplier";
@@ -89,26 +88,6 @@ pub(super) fn qwen3_next(metadata: &Metadata, fields: &mut Fields) -> Result<()>
     {
         fields["rope_parameters"]["partial_rotary_factor"] = json!(rotated as f64 / width as f64);
     }
-    Ok(())
-}
-
-/// Sets the sizes of Qwen3.5, and the pairs of each axis of its positions.
-pub(super) fn qwen3_5(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
-    const SECTIONS: &str = "rope.dimension_sections";
-    qwen3_next(metadata, fields)?;
-    let Some(found) = metadata.get(SECTIONS) else { return Ok(()) };
-    let sections = match found {
-        Entry::Array(list) => list.iter().map(whole).collect::<Option<Vec<_>>>(),
-        _ => None,
-    };
-    let Some(mut sections) = sections else {
-        return metadata.expected(SECTIONS, found, "a list of whole numbers");
-    };
-    // llama.cpp has four axes, of which the last ones have no pairs.
-    while sections.last() == Some(&0) {
-        sections.pop();
-    }
-    fields["rope_parameters"]["mrope_section"] = json!(sections);
     Ok(())
 }
 

@@ -13,6 +13,7 @@ use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{HeadCounts, HeadShard, Heads};
 use candle_attention_modules::gate::GateLayout;
 use candle_attention_modules::linear::{Outputs, PackedProjection, Projection, Projections};
+use candle_attention_modules::norm::QkNormKind;
 
 /// The place of a layer's attention in a model.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -249,11 +250,13 @@ impl<R: Read + Seek> LayerWeights<'_, '_, R> {
     /// Reads the norms of queries and keys and the sinks, by this crate's names. Norms with a bias, which the config
     /// does not have, are read too: the layer refuses them.
     fn parameters(&mut self) -> Result<HashMap<String, Tensor>> {
-        let has_norms = self.cfg.qk_norm().is_some();
+        let has_norms = self.cfg.qk_norm().is_some_and(|norm| norm.kind != QkNormKind::RmsNoWeight);
+        // A layer that reads the keys of an earlier layer has none.
+        let has_keys = projection_shape(self.cfg, Projection::Key).outputs > 0;
         let mut parameters = HashMap::new();
         for (parameter, is_expected) in [
             ("q_norm.weight", has_norms),
-            ("k_norm.weight", has_norms),
+            ("k_norm.weight", has_norms && has_keys),
             ("q_norm.bias", false),
             ("k_norm.bias", false),
             ("sinks", self.cfg.sinks()),

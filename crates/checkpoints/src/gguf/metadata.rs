@@ -16,6 +16,10 @@ pub(super) struct Architecture {
     pub reorders_rotary: bool,
     /// Whether some layers have no softmax attention, and 0 key heads.
     pub is_hybrid: bool,
+    /// Whether layers have different numbers of heads, which `adjust` reads.
+    pub heads_by_layer: bool,
+    /// Whether the factors of rotary frequencies are for layers without a window alone.
+    pub factors_without_window: bool,
     /// Numbers that change attention and that `adjust` reads, among those that are refused in other architectures.
     pub reads: &'static [&'static str],
     /// Which layers have a window where `attention.sliding_window_pattern` is one number.
@@ -137,8 +141,44 @@ impl Metadata<'_> {
         }
     }
 
+    /// Reads a whole number that may be another one in layers with a window.
+    pub fn of_windows(&self, key: &str, has_window: bool) -> Result<Option<usize>> {
+        if has_window && let Some(size) = self.size(&format!("{key}_swa"))? {
+            return Ok(Some(size));
+        }
+        self.size(key)
+    }
+
+    /// Reads a list of whole numbers of any length.
+    pub fn list(&self, key: &str) -> Result<Option<Vec<usize>>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(found @ Value::Array(list)) => match list.iter().map(whole).collect::<Option<Vec<_>>>() {
+                Some(numbers) => Ok(Some(numbers)),
+                None => self.expected(key, found, "a list of whole numbers"),
+            },
+            Some(found) => self.expected(key, found, "a list of whole numbers"),
+        }
+    }
+
+    /// Reads the number of query heads, or that of the first layer where layers have different numbers.
+    pub fn query_heads(&self) -> Result<usize> {
+        let key = "attention.head_count";
+        if !self.architecture.heads_by_layer {
+            return self.required(key);
+        }
+        match (self.per_layer(key)?.and_then(|heads| heads.first().copied()), self.get(key)) {
+            (Some(heads @ 1..), _) => Ok(heads),
+            (_, Some(found)) => self.expected(key, found, "a whole number of at least 1 for each layer"),
+            (_, None) => self.fail(format!("the metadata has no {key}")),
+        }
+    }
+
     /// Reads the number of key heads of the layers that have softmax attention; the other layers of the model have 0.
     pub fn key_heads(&self) -> Result<Option<usize>> {
+        if self.architecture.heads_by_layer {
+            return Ok(self.per_layer(KEY_HEADS)?.and_then(|heads| heads.first().copied()));
+        }
         let Some(found @ Value::Array(_)) = self.get(KEY_HEADS).filter(|_| self.architecture.is_hybrid) else {
             return self.count(KEY_HEADS);
         };

@@ -21,12 +21,14 @@
 
 mod architectures;
 mod config;
+mod decoders;
 mod file;
 mod hybrid;
 mod latent;
 mod layer;
 mod linear;
 mod metadata;
+mod refused;
 mod t5;
 
 pub use file::{LinearShard, read};
@@ -219,7 +221,8 @@ fn load<R: Read + Seek>(
 ) -> Result<MultiHeadAttention> {
     let metadata = metadata_of(file.content)?;
     let mut cfg = layer_config(&metadata, place, layer)?;
-    if let Some(rope) = cfg.rope() {
+    let has_factors = cfg.window().is_none() || !metadata.architecture.factors_without_window;
+    if let Some(rope) = cfg.rope().filter(|_| has_factors) {
         let rope = rope_with_factors(file, &metadata, rope)?;
         cfg = cfg.with_rope(rope);
     }
@@ -344,7 +347,8 @@ fn layer_config(metadata: &Metadata, place: Place, layer: usize) -> Result<Multi
         if let Some(axes) = rope.axes() {
             own_rope = own_rope.with_axes(axes.clone());
         }
-        if let Some(rotated) = metadata.size("rope.dimension_count")?.filter(|&rotated| rotated != cfg.head_dim()) {
+        let width = metadata.of_windows("rope.dimension_count", cfg.window().is_some())?;
+        if let Some(rotated) = width.filter(|&rotated| rotated != cfg.head_dim()) {
             own_rope = own_rope.with_rotary_dim(rotated);
         }
         cfg = cfg.with_rope(own_rope);
@@ -352,7 +356,7 @@ fn layer_config(metadata: &Metadata, place: Place, layer: usize) -> Result<Multi
     if let Some(scale) = metadata.scale()? {
         cfg = cfg.with_scale(scale);
     }
-    match metadata.size("attention.value_length")? {
+    match metadata.of_windows("attention.value_length", cfg.window().is_some())? {
         Some(width) if width != cfg.head_dim() => Ok(cfg.with_value_head_dim(width)),
         _ => Ok(cfg),
     }
