@@ -1,4 +1,4 @@
-//! Batches that sequences leave and join: the memory of their places, the errors, and memories of beams. Random
+//! Batches whose sequences end and join: the memory of their places, the errors, and memories of beams. Random
 //! schedules are in `program`.
 
 use crate::common::allocations;
@@ -74,7 +74,7 @@ fn cache_join_with_another_format_is_an_error_that_changes_nothing() -> Result<(
         (
             new(),
             filled(&layer_of(&causal().with_num_kv_heads(4))?, &new(), 1, 3)?,
-            "keys (1, 4, T, 16) on Cpu and values (1, 4, T, 16) on Cpu of the other cache do not fit those of this one",
+            "keys (1, 4, T, 16) on Cpu and values (1, 4, T, 16) on Cpu of the other cache do not fit this one, which has",
         ),
         (
             new().with_capacity(8).with_growth(false),
@@ -95,7 +95,7 @@ fn cache_join_with_another_format_is_an_error_that_changes_nothing() -> Result<(
     Ok(())
 }
 
-/// Checks that beams of one input read its memory where it is, and that their numbers are those of a memory each.
+/// Checks that beams of one input read its memory where it is, and compares each beam with the beam alone.
 #[test]
 fn memory_of_one_sequence_is_read_in_place_by_all_beams() -> Result<()> {
     let layer = layer(&Config::new(512, 4).with_num_kv_heads(2))?;

@@ -1,4 +1,4 @@
-//! Edits of the batch of a cache between calls: sequences that leave, come, change places or continue twice.
+//! Edits of the batch of a cache between calls: sequences that end, come, change places or continue twice.
 
 use std::ops::Range;
 
@@ -62,7 +62,7 @@ impl AttentionCache {
     /// cache.remove(1)?;
     /// assert_eq!(cache.lens(), [5, 5]);
     ///
-    /// // The prompt of a new sequence runs in a cache of its own.
+    /// // The prompt of a new sequence runs in another cache.
     /// let mut prompt = AttentionCache::default();
     /// mha.forward_with(AttentionInput::new(&zeros(1, 9)?).with_cache(&mut prompt))?;
     /// cache.join(&prompt)?;
@@ -97,8 +97,8 @@ impl AttentionCache {
     /// example.
     ///
     /// If the memory of removed sequences is large enough, only the sequences of the other cache are copied. Otherwise
-    /// all sequences of both caches are copied to new buffers. A sliding cache takes as many of the last positions as
-    /// it stores.
+    /// all sequences of both caches are copied to new buffers. A sliding cache takes the last positions, up to the
+    /// number that it stores.
     ///
     /// # Errors
     /// For a cache whose keys or values have other sizes, another dtype or another device, or are stored in another
@@ -148,7 +148,7 @@ impl AttentionCache {
         })
     }
 
-    /// Replaces sequence n by sequence `sequences[n]` in the present buffers, which have at least as many sequences.
+    /// Replaces sequence n by sequence `sequences[n]` in the present buffers, which have memory for all of them.
     fn select_in_place(&mut self, sequences: &[usize]) -> Result<()> {
         if sequences.is_empty() {
             self.reset();
@@ -170,7 +170,7 @@ impl AttentionCache {
         Ok(())
     }
 
-    /// Replaces the lengths and positions of sequence n by those of sequence `sequences[n]`.
+    /// Replaces the length and the positions of sequence n by the ones of sequence `sequences[n]`.
     fn select_lengths(&mut self, sequences: &[usize]) {
         self.stored = sequences.iter().map(|&sequence| self.stored[sequence].clone()).collect();
         if let Some(positions) = &mut self.positions {
@@ -211,7 +211,7 @@ impl AttentionCache {
             let found = added.first_sequences(other.stored.len())?.shapes();
             let own = buffers.first_sequences(self.stored.len())?.shapes();
             bail!(
-                "[{OP}] keys {} and values {} of the other cache do not fit those of this one, {} and {}",
+                "[{OP}] keys {} and values {} of the other cache do not fit this one, which has {} and {}",
                 found.keys,
                 found.values,
                 own.keys,

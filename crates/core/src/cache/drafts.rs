@@ -15,7 +15,7 @@ impl AttentionCache {
     /// Copies the kept tokens that move; the first n drafted tokens stay where they are.
     ///
     /// A token of a tree was rotated to its depth, so that a path from the root has the right rotations. Other
-    /// selections keep the rotations of their own call.
+    /// selections keep the rotations that they have.
     ///
     /// ```
     /// use candle_attention::{AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -37,6 +37,7 @@ impl AttentionCache {
     /// For another number of sequences, for tokens that a sequence does not have or that are not in increasing order,
     /// for a length before the positions that a sliding cache stores, and for a copy that does not fit in memory. An
     /// error does not change the cache.
+    #[doc(alias("accept", "compact"))]
     pub fn keep(&mut self, lens: &[usize], kept: &[impl AsRef<[usize]>]) -> Result<()> {
         check_entries(OP, "lens", lens.len(), self.stored.len(), "sequences")?;
         check_entries(OP, "kept", kept.len(), self.stored.len(), "sequences")?;

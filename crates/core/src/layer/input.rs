@@ -261,6 +261,7 @@ impl<'a> AttentionInput<'a> {
     /// The layer's causal mask, and one of the call that is aligned to the end, do not apply among the new tokens.
     /// Other masks of the call apply too, with a column for each token of the cache and each node. Attention has a
     /// boolean mask (T_q, T_kv) then, which the fused kernel of CPUs and that of CUDA read.
+    #[doc(alias("tree_attention", "tree_mask"))]
     pub fn with_tree(mut self, tree: impl OptionalRef<'a, TokenTree>) -> Self {
         self.trees = tree.into_option().map(std::slice::from_ref);
         self

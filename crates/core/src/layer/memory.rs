@@ -55,6 +55,7 @@ impl ProjectedMemory {
     ///
     /// # Errors
     /// For 0 times, and for copies that do not fit in memory.
+    #[doc(alias("repeat_interleave", "expand_inputs_for_generation"))]
     pub fn repeat(&self, n: usize) -> Result<Self> {
         if n == 0 {
             bail!("[{OP}] n is 0, expected at least 1")

@@ -146,7 +146,7 @@ impl NewTokenCall<'_> {
 impl AttentionMask {
     /// Returns the mask of a call of `b` sequences whose new tokens attend to each other by `new`, as a mask that any
     /// path reads: a boolean mask over (T_q, T_kv), and starts for each query. A causal constraint that is aligned to
-    /// the end masks nothing any more, since `new` stands in its place. Windows and chunks count from the positions of
+    /// the end masks nothing any more, because `new` replaces it. Windows and chunks count from the positions of
     /// `new`.
     ///
     /// # Errors
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn new_token_mask_takes_the_place_of_a_causal_mask_in_each_sequence() -> Result<()> {
+    fn new_token_mask_replaces_the_causal_mask_of_each_sequence() -> Result<()> {
         let all = Tensor::ones((2, 2), DType::U8, &Device::Cpu)?;
         let call = NewTokenCall { before: &[1, 3], tokens: &[0..2, 1..2], t_q: 2 };
         let new = NewTokenMask::from_tensor(&all, 2, call)?;

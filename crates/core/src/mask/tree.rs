@@ -7,8 +7,8 @@ use candle_attention_modules::base::{Dim, Expect};
 
 const OP: &str = "token_tree";
 
-/// A tree of drafted tokens, of which a model accepts one path (SpecInfer, Medusa, EAGLE): each token follows its parent,
-/// and attends to the tokens of the cache, to its ancestors and to itself.
+/// A tree of drafted tokens, of which a model accepts one path (SpecInfer, Medusa, EAGLE): each token follows its
+/// parent, and attends to the tokens of the cache, to its ancestors and to itself.
 ///
 /// The tokens of a call with a tree ([`AttentionInput::with_tree`](crate::AttentionInput::with_tree)) are its nodes.
 /// Afterwards [`AttentionCache::keep`](crate::AttentionCache::keep) keeps the accepted path.
@@ -34,6 +34,7 @@ const OP: &str = "token_tree";
 /// # Ok(()) }
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[doc(alias("tree_attention", "speculative_decoding", "medusa"))]
 pub struct TokenTree {
     /// The parent of each node; `None` if the node follows the tokens before the call.
     parents: Vec<Option<usize>>,
