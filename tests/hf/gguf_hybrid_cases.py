@@ -52,6 +52,10 @@ MAMBA = {
     "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_heads": 4, "mamba_d_head": 16,
     "mamba_n_groups": 1, "mamba_chunk_size": 16,
 }
+NEMOTRON = {
+    "num_hidden_layers": 3, "head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16,
+    "n_groups": 1, "conv_kernel": 4, "expand": 2, "chunk_size": 16,
+}
 T5 = {
     "vocab_size": 61, "d_model": 32, "d_kv": 10, "d_ff": 24, "num_layers": 2, "num_heads": 4,
     "relative_attention_num_buckets": 8, "pad_token_id": 0, "decoder_start_token_id": 0,
@@ -100,9 +104,6 @@ CASES = {
         "layer_types": ["mamba", "attention"], "attention_multiplier": 0.3, "position_embedding_type": None,
         "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 24,
     }),
-    "granitehybrid_of_bamba": small("bamba", MAMBA, {
-        "attn_layer_indices": [1], "partial_rotary_factor": 0.5,
-    }),
     "jamba": small("jamba", {
         "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2,
         "num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
@@ -113,10 +114,13 @@ CASES = {
     "minicpm3": small("minicpm3", LATENT, ROPE, {
         "q_lora_rank": 14, "v_head_dim": 8, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256,
     }),
-    "nemotron_h": small("nemotron_h", {
-        "layers_block_type": ["mamba", "attention", "mlp"], "hybrid_override_pattern": "M*-", "num_hidden_layers": 3,
-        "head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1,
-        "conv_kernel": 4, "expand": 2, "chunk_size": 16,
+    "nemotron_h": small("nemotron_h", NEMOTRON, {
+        "layers_block_type": ["mamba", "attention", "mlp"],
+    }, attention="mixer", out_proj="mixer.o_proj"),
+    "nemotron_h_moe": small("nemotron_h", NEMOTRON, {
+        "layers_block_type": ["mamba", "attention", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_shared_experts": 1, "moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 8, "n_group": 1,
+        "topk_group": 1,
     }, attention="mixer", out_proj="mixer.o_proj"),
     "qwen35": small("qwen3_5_text", LINEAR, AXES),
     "qwen35moe": small("qwen3_5_moe_text", LINEAR, AXES, EXPERTS),
@@ -151,18 +155,15 @@ def kimi_linear(config, tensors, _):
 
 def granite_hybrid(config, *_):
     """Names the kinds of layers as published checkpoints do."""
-    config["layer_types"] = ["attention" if "attention" in kind else "mamba" for kind in config["layer_types"]]
-
-
-def bamba(config, *_):
-    """Adds the number of rotated columns, which published configs have."""
-    config["attn_rotary_emb"] = int(config["hidden_size"] / config["num_attention_heads"] * 0.5)
+    config["layer_types"] = ["attention" if kind == "full_attention" else "mamba" for kind in config["layer_types"]]
 
 
 def nemotron_h(config, *_):
     """Names the kinds of layers as published checkpoints do."""
-    letters = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-"}
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
     config["hybrid_override_pattern"] = "".join(letters[kind] for kind in config["layers_block_type"])
+    if "moe" not in config["layers_block_type"]:
+        del config["num_experts_per_tok"]
 
 
 def jina_embeddings_v3(config, *_):
@@ -172,8 +173,8 @@ def jina_embeddings_v3(config, *_):
 
 # Changes of the checkpoints that transformers saves to what llama.cpp's converter reads: (config, tensors, folder).
 PUBLISHED = {
-    "gemma-embedding": gemma, "granitehybrid": granite_hybrid, "granitehybrid_of_bamba": bamba, "jina-bert-v3": jina_embeddings_v3,
-    "kimi-linear": kimi_linear, "nemotron_h": nemotron_h,
+    "gemma-embedding": gemma, "granitehybrid": granite_hybrid, "jina-bert-v3": jina_embeddings_v3,
+    "kimi-linear": kimi_linear, "nemotron_h": nemotron_h, "nemotron_h_moe": nemotron_h,
 }
 # The factor by which transformers multiplies logits and llama.cpp does not.
 LOGIT_FACTORS = {"t5_of_umt5": T5["d_model"] ** -0.5}

@@ -42,19 +42,17 @@ pub(super) fn nemotron_h(metadata: &Metadata, fields: &mut Fields) -> Result<()>
     Ok(())
 }
 
-/// Sets Granite 4's positions, which models with recurrences do not have, and the usual scale if there is no other.
+/// Sets the kinds of layers of Granite 4, whose attention has no positions. Files of Bamba, which has some, are refused.
 pub(super) fn granite_hybrid(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+    const ROTATES: &str = "rope.scaling.finetuned";
     kinds_by_key_heads(metadata, fields, "mamba")?;
-    let rotates = metadata.flag("rope.scaling.finetuned")?.unwrap_or(true);
-    fields.insert("position_embedding_type".into(), json!(if rotates { "rope" } else { "nope" }));
-    if metadata.scale()?.is_none() {
-        let width = match metadata.size("attention.key_length")? {
-            Some(width) => width,
-            None => metadata.required("embedding_length")? / metadata.required("attention.head_count")?,
-        };
-        fields.insert("attention_multiplier".into(), json!((width as f64).powf(-0.5)));
+    match (metadata.flag(ROTATES)?, metadata.get(ROTATES)) {
+        (Some(true), Some(found)) => metadata.expected(ROTATES, found, "false: files of Bamba are not supported"),
+        _ => {
+            fields.insert("position_embedding_type".into(), json!("nope"));
+            Ok(())
+        }
     }
-    Ok(())
 }
 
 /// Sets the sizes of linear attention of Qwen3-Next and Qwen3.5, and the layers that have it.
