@@ -1,5 +1,6 @@
 //! Errors of adapters that cannot be loaded.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use candle_attention::peft::{Adapter, AdapterConfig};
@@ -58,8 +59,8 @@ fn adapter_that_does_not_fit_is_an_error_with_names_and_shapes() -> Result<()> {
     let case = Case::named("plain");
     let base = case.base(0)?;
     let mut tensors = candle_core::safetensors::load(case.folder.join("adapter_model.safetensors"), &CPU)?;
-    let load = |config: AdapterConfig, tensors: &std::collections::HashMap<String, Tensor>, module: &str| {
-        let adapter = Adapter::from_builder(config, VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU));
+    let load = |config: AdapterConfig, file: &HashMap<String, Tensor>, module: &str| {
+        let adapter = Adapter::from_builder(config, VarBuilder::from_tensors(file.clone(), DType::F32, &CPU));
         error_text(adapter.load_onto(&base, WeightLayout::Canonical, module))
     };
     let config = |r, targets: &[&str]| AdapterConfig::new(r, 8.0, targets.iter().copied());

@@ -35,6 +35,7 @@ fn lora_with_other_prefix_or_adapter_name_has_equal_output() -> Result<()> {
 fn peft_model_state_dict_has_base_layers_and_adapter() -> Result<()> {
     let case = Case::named("peft_model");
     let file = case.folder.join("state_dict.safetensors");
+    // SAFETY: nothing writes to the file.
     let mapped = unsafe { VarBuilder::from_mmaped_safetensors(&[&file], DType::F32, &CPU)? };
     let adapter = case.adapter()?;
     for vb in [weights::open(&file, DType::F32, &CPU)?, mapped] {

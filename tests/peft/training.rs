@@ -44,7 +44,7 @@ fn lora_training_lowers_loss_and_leaves_base_weights() -> Result<()> {
     let layer = adapter.load_onto(&base, WeightLayout::Canonical, "model.layers.0.self_attn")?;
     assert_eq!(vars.all_vars().len(), 8);
     assert_near(&layer.forward(xs)?, &before, 1e-6, "B is zero at first");
-    let loss = |layer: &MultiHeadAttention| (layer.forward_with(in_training(xs))? - &target)?.sqr()?.mean_all();
+    let loss = |one: &MultiHeadAttention| (one.forward_with(in_training(xs))? - &target)?.sqr()?.mean_all();
     let first = loss(&layer)?.to_scalar::<f32>()?;
     let mut optimizer = AdamW::new(vars.all_vars(), ParamsAdamW { lr: 0.02, weight_decay: 0.0, ..Default::default() })?;
     for _ in 0..20 {

@@ -229,9 +229,9 @@ impl Adapter {
 
 /// Reads the options of an adapter, and the names of its tensors.
 fn read(folder: &Path) -> Result<(AdapterConfig, Checkpoint)> {
-    let file = folder.join(CONFIG_FILE);
-    let cannot_read = |error: String| Error::msg(format!("[{OP}] cannot read {}: {error}", file.display()));
-    let text = std::fs::read_to_string(&file).map_err(|error| cannot_read(error.to_string()))?;
+    let config_file = folder.join(CONFIG_FILE);
+    let cannot_read = |error: String| Error::msg(format!("[{OP}] cannot read {}: {error}", config_file.display()));
+    let text = std::fs::read_to_string(&config_file).map_err(|error| cannot_read(error.to_string()))?;
     let json = serde_json::from_str(&text).map_err(|error| cannot_read(error.to_string()))?;
     let config = AdapterConfig::from_json(&json)?;
     match TENSOR_FILES.iter().map(|name| folder.join(name)).find(|file| file.is_file()) {

@@ -68,8 +68,8 @@ impl MultiHeadAttention {
         layer.rebuilt()
     }
 
-    /// Replaces parameters by those of an adapter, such as its biases. `replacement` gets the name of a parameter in
-    /// the layout and its current value, and returns what takes its place, if anything does.
+    /// Replaces parameters by the parameters of an adapter, such as its biases. `replacement` receives the name of a
+    /// parameter in the layout and its current value, and returns the new value, if there is one.
     ///
     /// # Errors
     /// If the layout cannot store the layer, for a replacement of another shape, and the errors of `replacement`.

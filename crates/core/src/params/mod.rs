@@ -15,8 +15,8 @@ use detect::readings;
 pub use detect::{detect_with, query_weights, wrapper_prefixes};
 pub use layout::{DenseNaming, Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 pub use layout_tensors::{GATE_NAME, LayoutTensor, MaskBuffer, OTHER_GATE_NAME};
-pub(crate) use modules::module_weights;
 pub use modules::{AdaptableModule, AdapterMatrices};
+pub(crate) use modules::{module_weights, warn_of_adapter};
 pub use nearest::nearest_layout;
 pub use source::TensorSource;
 pub use tensors::{ProjectionShape, projection_shape};
@@ -69,6 +69,7 @@ fn read_projections(
         {
             *stored = other;
         }
+        warn_of_adapter(&tensor.tensor.spec.stored, reader);
         let read = tensor.tensor.read(reader).map_err(|error| with_layout_found(error, layout, reader))?;
         for (projection, rows) in tensor.projections.iter().zip(read) {
             let parameters = projections.entry(*projection).or_default();

@@ -1,11 +1,13 @@
 //! The linear layers of a layout that adapters change.
 
+use std::sync::Once;
+
 use candle_core::{Result, Tensor, bail};
 
 use super::layout::WeightLayout;
 use super::tensors::{ProjectionTensor, projection_tensors};
 use crate::config::MultiHeadAttentionConfig;
-use candle_attention_modules::base::StoredDims;
+use candle_attention_modules::base::{ParameterReader, StoredDims};
 use candle_attention_modules::linear::{ByProjection, LoraMatrices};
 
 /// A linear layer of a checkpoint that computes one projection or several, and that an adapter may change.
@@ -39,7 +41,7 @@ pub(crate) struct ModuleWeight {
 }
 
 impl ModuleWeight {
-    /// Splits the rows of B into those of each projection.
+    /// Splits the rows of B into the rows of each projection.
     pub fn split(&self, matrices: &AdapterMatrices) -> LoraMatrices {
         let rows = self.weight.tensor.split_rows(&matrices.b);
         LoraMatrices {
@@ -51,11 +53,28 @@ impl ModuleWeight {
     }
 }
 
+/// Logs a warning, once in a process, if the file has an adapter of PEFT for the module of a weight: the weight alone is
+/// loaded.
+pub(crate) fn warn_of_adapter(stored: &str, reader: &ParameterReader) {
+    static LOGGED: Once = Once::new();
+    let Some(module) = stored.strip_suffix(".weight") else { return };
+    let matrix = format!("{module}.lora_A.default.weight");
+    if reader.has(&matrix) && !reader.vb.contains_tensor(stored) {
+        LOGGED.call_once(|| {
+            log::warn!(
+                "[{}] the file has an adapter ({matrix}), and the weights without it are loaded; expected \
+                 `peft::Adapter` for the adapter",
+                reader.op
+            );
+        });
+    }
+}
+
 /// Returns the linear layers of a layout.
 ///
 /// # Errors
-/// In the name of the operation `op`, for a config that does not fit the layout, and for a layout whose weights are not
-/// those of linear layers.
+/// In the name of the operation `op`, for a config that does not fit the layout, and for a layout whose weights do not
+/// belong to linear layers.
 pub(crate) fn module_weights(
     op: &str,
     cfg: &MultiHeadAttentionConfig,

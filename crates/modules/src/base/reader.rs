@@ -102,25 +102,24 @@ impl<'a> ParameterReader<'a> {
     /// For a missing or misshapen tensor, and for a float8 weight whose scale the builder does not apply.
     pub fn get(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let shape = shape.into();
-        let stored = stored_name(&self.vb, name);
-        let name = stored.as_str();
-        self.refuse_scale(name)?;
+        let stored = &stored_name(&self.vb, name);
+        self.refuse_scale(stored)?;
         if !fits_in_memory(shape.dims()) {
             return self
-                .fail(format!("{} would have shape {shape:?}, which is too large to address", self.full_name(name)));
+                .fail(format!("{} would have shape {shape:?}, which is too large to address", self.full_name(stored)));
         }
-        let got = match self.vb.get_with_hints(shape.clone(), name, init) {
+        let got = match self.vb.get_with_hints(shape.clone(), stored, init) {
             Err(_) if matches!(init, Init::Uniform { lo, up } if lo == up) => {
-                self.vb.get_with_hints(shape.clone(), name, Init::Const(0.0))
+                self.vb.get_with_hints(shape.clone(), stored, Init::Const(0.0))
             }
             got => got,
         };
-        let tensor = got.map_err(|error| self.explain(name, &shape, error))?;
+        let tensor = got.map_err(|error| self.explain(stored, &shape, error))?;
         // A `VarMap` returns its tensor in its own dtype.
         if tensor.dtype() != self.vb.dtype() {
             return self.fail(format!(
                 "{} has dtype {:?}, expected the builder's {:?}",
-                self.full_name(name),
+                self.full_name(stored),
                 tensor.dtype(),
                 self.vb.dtype()
             ));
