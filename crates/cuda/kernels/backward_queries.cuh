@@ -13,33 +13,22 @@
 #include "masks.cuh"
 #include "dropout.cuh"
 #include "modifiers.cuh"
+#include "query_block.cuh"
 #include "softmax.cuh"
 
 #if (KERNEL_SET & 4) && !FUSED_BACKWARD
 #define QUERY_KEY_TILES (QUERY_KEYS / 8)
 typedef float QueryScores[QUERY_ROW_TILES][QUERY_KEY_TILES][4];
 
-// The part of a call that a thread of a block computes.
-struct QueryBlock {
-    int thread;
-    int lane;
-    int warp_row;      // the first row of the warp in the block
-    int lane_row;      // of an accumulator
-    int lane_column;
-    Sequence sequence;
-    int head;
-    int first_query;   // of the block
-    TileInterval keys;
-    const char* key_rows;
-    const char* value_rows;
-    ScoreModifiers modifiers;
-    Dropout dropout;
+// The part of a call that a thread of a block computes, with the statistics of its rows.
+struct QueryGradientBlock : QueryBlock {
     float scale;       // of products, in the unit of the log-sum-exp
     float log_sum_exp[QUERY_ROW_TILES][2];
     float delta[QUERY_ROW_TILES][2];
 };
 
-DEVICE void load_query_block_tile(const AttentionArguments& arguments, const QueryBlock& block, int key, int stage) {
+DEVICE void load_query_block_tile(const AttentionArguments& arguments, const QueryGradientBlock& block, int key,
+                                  int stage) {
     if (key < block.keys.end) {
         const i64 key_row_bytes = arguments.key_strides.row * ELEMENT_BYTES;
         const i64 value_row_bytes = arguments.value_strides.row * ELEMENT_BYTES;
@@ -54,7 +43,7 @@ DEVICE void load_query_block_tile(const AttentionArguments& arguments, const Que
     commit_copies();
 }
 
-DEVICE void drop_weight_gradients(const AttentionArguments& arguments, const QueryBlock& block, int key,
+DEVICE void drop_weight_gradients(const AttentionArguments& arguments, const QueryGradientBlock& block, int key,
                                   QueryScores& gradients) {
     const Sequence& sequence = block.sequence;
     UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
@@ -72,8 +61,8 @@ DEVICE void drop_weight_gradients(const AttentionArguments& arguments, const Que
 }
 
 // Stores the gradients of a row's scores for the bias.
-DEVICE void store_score_gradients(const AttentionArguments& arguments, const QueryBlock& block, int row, int key,
-                                  const float (&gradients)[QUERY_KEY_TILES][4], int r) {
+DEVICE void store_score_gradients(const AttentionArguments& arguments, const QueryGradientBlock& block, int row,
+                                  int key, const float (&gradients)[QUERY_KEY_TILES][4], int r) {
     const int query = block.first_query + row;
     if (query >= block.sequence.query_count) return;
     float* to = arguments.score_gradient +
@@ -86,8 +75,8 @@ DEVICE void store_score_gradients(const AttentionArguments& arguments, const Que
 }
 
 // Turns the gradients of weights into gradients of products. `products` are replaced by derivatives of the softcap.
-DEVICE void differentiate_scores(const AttentionArguments& arguments, const QueryBlock& block, int key, bool is_masked,
-                                 QueryScores& products, QueryScores& gradients) {
+DEVICE void differentiate_scores(const AttentionArguments& arguments, const QueryGradientBlock& block, int key,
+                                 bool is_masked, QueryScores& products, QueryScores& gradients) {
     UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
         UNROLL for (int r = 0; r < 2; r++) {
             const int row = block.warp_row + 16 * tile + 8 * r + block.lane_row;
@@ -125,7 +114,7 @@ DEVICE void differentiate_scores(const AttentionArguments& arguments, const Quer
         }
 }
 
-DEVICE void load_row_statistics(const AttentionArguments& arguments, QueryBlock& block) {
+DEVICE void load_row_statistics(const AttentionArguments& arguments, QueryGradientBlock& block) {
     const i64 first = statistics_row(arguments, block.sequence, block.head);
     UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
         UNROLL for (int r = 0; r < 2; r++) {
@@ -139,20 +128,11 @@ DEVICE void load_row_statistics(const AttentionArguments& arguments, QueryBlock&
 
 KERNEL(attention_backward_queries, QUERY_THREADS, 1, AttentionArguments) {
     const BlockPlace place = block_place(arguments, block_index_x(), arguments.heads);
-    QueryBlock block;
-    block.thread = thread_index(), block.lane = block.thread & 31;
-    block.warp_row = (block.thread >> 5) * QUERY_ROW_TILES * 16;
-    block.lane_row = block.lane >> 2, block.lane_column = 2 * (block.lane & 3);
-    block.sequence = load_sequence(arguments, place.sequence);
-    block.head = place.head, block.first_query = place.block * QUERY_BLOCK;
-    const Sequence& sequence = block.sequence;
-    if (block.first_query >= sequence.query_count) return;
-    const int key_head = place.head / (arguments.heads / arguments.key_heads);
+    const Sequence sequence = load_sequence(arguments, place.sequence);
+    if (place.block * QUERY_BLOCK >= sequence.query_count) return;
+    QueryGradientBlock block;
+    start_query_block<QUERY_ROW_TILES, QUERY_BLOCK>(block, arguments, place, sequence, ELEMENT_BYTES);
     const i64 first_row = sequence.first_query + block.first_query;
-    block.key_rows = row_address(arguments.keys, arguments.key_strides, sequence.batch, key_head, sequence.first_key,
-                                 ELEMENT_BYTES);
-    block.value_rows = row_address(arguments.values, arguments.value_strides, sequence.batch, key_head,
-                                   sequence.first_key, ELEMENT_BYTES);
     load_head_tile<QUERY_BLOCK, QUERY_THREADS>(
         QUERY_QUERIES_AT,
         row_address(arguments.queries, arguments.query_strides, sequence.batch, block.head, first_row, ELEMENT_BYTES),

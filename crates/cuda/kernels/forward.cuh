@@ -15,6 +15,7 @@
 #include "masks.cuh"
 #include "dropout.cuh"
 #include "modifiers.cuh"
+#include "query_block.cuh"
 #include "softmax.cuh"
 
 #if KERNEL_SET & 1
@@ -31,28 +32,15 @@ struct ForwardQueries {
     LeftFragment fragments[FORWARD_ROW_TILES][FORWARD_QUERIES_IN_REGISTERS ? HEAD_COLUMNS / 16 : 1];
 };
 
-// The part of a call that a thread of a block computes.
-struct ForwardBlock {
-    int thread;
-    int lane;
-    int warp_row;        // the first row of the warp in the block
-    int lane_row;        // of an accumulator
-    int lane_column;
+// The part of a call that a thread of a block computes, with the strides of its keys and the scales of codes.
+struct ForwardBlock : QueryBlock {
     int sequence_index;
-    Sequence sequence;
-    int head;
-    int first_query;     // of the block
-    TileInterval keys;
-    const char* key_rows;
-    const char* value_rows;
     i64 key_row_bytes;
     i64 value_row_bytes;
     const float* key_scales;
     const float* value_scales;
     i64 key_scale_stride;
     i64 value_scale_stride;
-    ScoreModifiers modifiers;
-    Dropout dropout;
 };
 
 DEVICE void load_forward_keys(const ForwardBlock& block, int key, int stage) {
@@ -273,19 +261,12 @@ DEVICE void store_forward_output(const AttentionArguments& arguments, const Forw
 DEVICE ForwardBlock start_forward_block(const AttentionArguments& arguments, const BlockPlace& place,
                                         const Sequence& sequence) {
     ForwardBlock block;
-    block.thread = thread_index(), block.lane = block.thread & 31;
-    block.warp_row = (block.thread >> 5) * FORWARD_ROW_TILES * 16;
-    block.lane_row = block.lane >> 2, block.lane_column = 2 * (block.lane & 3);
-    block.sequence_index = place.sequence, block.sequence = sequence;
-    block.head = place.head, block.first_query = place.block * FORWARD_QUERIES;
-    const int key_head = place.head / (arguments.heads / arguments.key_heads);
-    block.key_rows = row_address(arguments.keys, arguments.key_strides, sequence.batch, key_head, sequence.first_key,
-                                 KEY_ELEMENT_BYTES);
-    block.value_rows = row_address(arguments.values, arguments.value_strides, sequence.batch, key_head,
-                                   sequence.first_key, KEY_ELEMENT_BYTES);
+    start_query_block<FORWARD_ROW_TILES, FORWARD_QUERIES>(block, arguments, place, sequence, KEY_ELEMENT_BYTES);
+    block.sequence_index = place.sequence;
     block.key_row_bytes = arguments.key_strides.row * KEY_ELEMENT_BYTES;
     block.value_row_bytes = arguments.value_strides.row * KEY_ELEMENT_BYTES;
 #if KEY_CODES
+    const int key_head = place.head / (arguments.heads / arguments.key_heads);
     block.key_scales = (const float*)row_address(arguments.key_scales, arguments.key_scale_strides, sequence.batch,
                                                  key_head, sequence.first_key, 4);
     block.value_scales = (const float*)row_address(arguments.value_scales, arguments.value_scale_strides,

@@ -60,6 +60,7 @@ const FILES: &[SourceFile] = source_files![
     "norm.cuh",
     "norm_arguments.cuh",
     "products.cuh",
+    "query_block.cuh",
     "query_gradients.cuh",
     "rotation.cu",
     "rotation.cuh",
