@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::args::Args;
 use crate::common::{read_json, read_optional};
 use crate::model::gguf::Gguf;
-use crate::model::weights::{Processes, Shards, Weights};
+use crate::model::weights::{Ranks, Shards, Weights};
 
 pub enum Files {
     Folder(PathBuf),
@@ -64,17 +64,17 @@ impl Files {
         Ok(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect())
     }
 
-    /// Opens the weights; each of several `processes` reads its shard.
-    pub fn weights(&self, dtype: DType, device: &Device, processes: Option<Rc<dyn Processes>>) -> Result<Weights<'_>> {
-        let processes = processes.filter(|processes| processes.shard().world_size() > 1);
+    /// Opens the weights; each of several `ranks` reads its shard.
+    pub fn weights(&self, dtype: DType, device: &Device, ranks: Option<Rc<dyn Ranks>>) -> Result<Weights<'_>> {
+        let ranks = ranks.filter(|ranks| ranks.shard().world_size() > 1);
         let mut vb = None;
         let weights: Weights = match self {
             Self::Folder(folder) => {
                 let checkpoint = Checkpoint::open(folder)?;
-                if processes.is_some() {
+                if ranks.is_some() {
                     let files = checkpoint.safetensors();
                     if files.is_empty() {
-                        bail!("[causal_lm] the checkpoint has no safetensors, which processes read parts of")
+                        bail!("[causal_lm] the checkpoint has no safetensors, which ranks read shards of")
                     }
                     // SAFETY: like every program that maps a checkpoint, this one counts on nobody writing to it.
                     vb = Some(unsafe { ShardedSafeTensors::var_builder(files, dtype, device)? });
@@ -83,6 +83,6 @@ impl Files {
             }
             Self::Gguf(gguf) => gguf.weights(dtype)?,
         };
-        Ok(Weights { shards: processes.map(|processes| Shards { vb, processes }), ..weights })
+        Ok(Weights { shards: ranks.map(|ranks| Shards { vb, ranks }), ..weights })
     }
 }

@@ -19,7 +19,7 @@ use attention::{Attention, Cache, Input};
 use blocks::family::{Family, LAYERS, required, size};
 pub use blocks::{Blocks, attention, gguf, weights};
 use blocks::{Loader, Norm, optional};
-use weights::{OUTPUTS, Others, Weights, shard_range};
+use weights::{OUTPUTS, OtherRanks, Weights, shard_range};
 
 /// The names that families have for the base model, its embeddings, its blocks, its last norm, and its head; the last
 /// name of each list is llama.cpp's. A checkpoint has one of each.
@@ -35,23 +35,23 @@ const HEADS: &[&str] = &["lm_head", "embed_out", "output"];
 struct Vocabulary {
     size: usize,
     own: Range<usize>,
-    others: Others,
+    others: OtherRanks,
     is_gguf: bool,
 }
 
 impl Vocabulary {
-    fn new(size: usize, others: Others, is_gguf: bool) -> Self {
+    fn new(size: usize, others: OtherRanks, is_gguf: bool) -> Self {
         let own = others.as_ref().map_or(0..size, |others| shard_range(others.shard(), size, is_gguf));
         Self { size, own, others, is_gguf }
     }
 
-    /// Gathers the logits (.., V) of all processes, given the part of this process.
+    /// Gathers the logits (.., V) of all ranks, given the shard of this rank.
     fn gather(&self, own: Tensor) -> Result<Tensor> {
         let Some(others) = &self.others else { return Ok(own) };
         let shard_len = |shard| shard_range(shard, self.size, self.is_gguf).len();
         let lens: Vec<usize> = others.shard().all().map(shard_len).collect();
         let longest = lens.iter().copied().max().unwrap_or(0);
-        // All processes gather tensors of one shape.
+        // All ranks gather tensors of one shape.
         let padded = others.gather(&own.pad_with_zeros(D::Minus1, 0, longest - self.own.len())?)?;
         let logits = padded.iter().zip(lens).map(|(padded, len)| padded.narrow(D::Minus1, 0, len));
         Tensor::cat(&logits.collect::<Result<Vec<_>>>()?, D::Minus1)
@@ -60,7 +60,7 @@ impl Vocabulary {
     /// Returns the embeddings of ids (B, T) from a weight that has the rows of this process's tokens.
     fn embed(&self, weight: &PackedLinear, ids: &Tensor) -> Result<Tensor> {
         let Some(others) = &self.others else { return weight.weight_rows(ids) };
-        // The first row, with a factor of 0, takes the place of other processes' rows.
+        // The first row, with a factor of 0, takes the place of the rows of other ranks.
         let mut factors = Vec::new();
         let mut rows = Vec::new();
         for id in ids.flatten_all()?.to_vec1::<u32>()?.into_iter().map(|id| id as usize) {
@@ -112,7 +112,7 @@ impl CausalLm {
             Some(gguf) => gguf.vocabulary(),
             None => size(json, "vocab_size"),
         };
-        let vocabulary = Vocabulary::new(vocab_size.unwrap_or(1), weights.processes(), weights.gguf.is_some());
+        let vocabulary = Vocabulary::new(vocab_size.unwrap_or(1), weights.ranks(), weights.gguf.is_some());
         let dtype = weights.dtype();
         let width = head.in_dim();
         let mut loader = Loader::new("causal_lm", family, json, weights, width);

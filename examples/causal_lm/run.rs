@@ -14,10 +14,10 @@ use crate::common::{cannot, with_bar};
 use crate::files::Files;
 use crate::generate::{Batch, PaddedIds, generate};
 use crate::model::CausalLm;
-use crate::model::weights::Processes;
+use crate::model::weights::Ranks;
 
-/// Runs the command line. Of several processes, the first one writes.
-pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) -> Result<()> {
+/// Runs the command line. Of several ranks, the first one writes.
+pub fn run(args: &Args, device: Device, ranks: Option<Rc<dyn Ranks>>) -> Result<()> {
     let files = Files::open(args, &device)?;
     let tokenizer = if args.ids.is_empty() { Some(files.tokenizer()?) } else { None };
     let prompts = match &tokenizer {
@@ -25,8 +25,8 @@ pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) ->
         None => args.ids.iter().map(|ids| ids.0.clone()).collect::<Vec<_>>(),
     };
     let json = files.config()?;
-    let writes = processes.as_ref().is_none_or(|processes| processes.shard().rank() == 0);
-    let weights = files.weights(args.model.dtype, &device, processes)?;
+    let writes = ranks.as_ref().is_none_or(|ranks| ranks.shard().rank() == 0);
+    let weights = files.weights(args.model.dtype, &device, ranks)?;
     let model = with_bar("loading", "blocks", |loaded| CausalLm::load(&json, weights, loaded))?;
 
     if let Some(path) = &args.logits {

@@ -91,7 +91,7 @@ impl<'a> Input<'a> {
 }
 
 impl Attention {
-    /// Makes the input of a call; `sum` is the sum over processes.
+    /// Makes the input of a call; `sum` is the sum over ranks.
     pub fn input<'a>(&self, xs: &'a Tensor, residual: Option<&'a Tensor>, sum: &'a AllReduce<'a>) -> Input<'a> {
         match (self.is_linear(), residual) {
             (true, Some(residual)) => Input::Linear(DeltaInput::new(xs).with_residual(residual)),

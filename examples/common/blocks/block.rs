@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::attention::{Attention, Input};
 use super::family::{Family, GATED_MLPS, MlpKind, Names, NormKind, PLAIN_MLPS, PRE_NORMS, PlainNames, size};
 use super::mlp::{Experts, MODULES, Mlp, ROUTERS};
-use super::weights::{INPUTS, OUTPUTS, Others, Weights};
+use super::weights::{INPUTS, OUTPUTS, OtherRanks, Weights};
 
 /// A norm of the family, with gradients.
 pub type Norm = Box<dyn Module>;
@@ -107,7 +107,7 @@ impl<'a> Loader<'a> {
             mlp: self.mlp(&at)?,
             after_mlp: norm(norms.after_mlp)?,
             residual_scale: self.json["residual_multiplier"].as_f64().unwrap_or(1.0),
-            others: self.weights.processes(),
+            others: self.weights.ranks(),
         })
     }
 
@@ -184,7 +184,7 @@ pub struct Block {
     mlp: FeedForward,
     after_mlp: Option<Norm>,
     residual_scale: f64,
-    others: Others,
+    others: OtherRanks,
 }
 
 impl Block {
@@ -212,7 +212,7 @@ impl Block {
         branch: impl FnOnce(Option<&Tensor>) -> Result<Tensor>,
     ) -> Result<Tensor> {
         if self.residual_scale == 1.0 && (norm.is_none() || self.family.norms_residuals) {
-            // In the sum over several processes the residual counts once.
+            // In the sum over several ranks the residual counts once.
             let is_first = self.others.as_ref().is_none_or(|others| others.shard().rank() == 0);
             return optional(norm, &self.sum(branch(is_first.then_some(xs))?)?);
         }
@@ -220,7 +220,7 @@ impl Block {
         if self.residual_scale == 1.0 { xs + added } else { xs + (added * self.residual_scale)? }
     }
 
-    /// Returns the sum over all processes.
+    /// Returns the sum over all ranks.
     fn sum(&self, own: Tensor) -> Result<Tensor> {
         self.others.as_ref().map_or(Ok(own.clone()), |others| others.sum(&own))
     }

@@ -13,20 +13,20 @@ use super::family::{GATED_MLPS, GatedNames};
 use super::gguf::Gguf;
 use super::mlp::Mlp;
 
-/// The processes that compute a model together.
-pub trait Processes {
-    /// Returns the rank of this process and their number.
+/// The ranks that compute a model together.
+pub trait Ranks {
+    /// Returns the shard of this rank.
     fn shard(&self) -> HeadShard;
 
-    /// Returns the sum over all processes.
+    /// Returns the sum over all ranks.
     fn sum(&self, own: &Tensor) -> Result<Tensor>;
 
-    /// Returns the tensors of all processes, which have one shape, in the order of their ranks.
+    /// Returns the tensors of all ranks in their order. The tensors have one shape.
     fn gather(&self, own: &Tensor) -> Result<Vec<Tensor>>;
 }
 
-/// The processes that compute a model together; `None` for a model in one process.
-pub type Others = Option<Rc<dyn Processes>>;
+/// The ranks that compute a model together; `None` for a model on one rank.
+pub type OtherRanks = Option<Rc<dyn Ranks>>;
 
 /// A builder of weights, which are read from elsewhere in two cases: from a GGUF file in its quantised types, and from
 /// safetensors in shards.
@@ -37,12 +37,12 @@ pub struct Weights<'a> {
     pub shards: Option<Shards>,
 }
 
-/// The reader of shards, for one of at least two processes.
+/// The reader of shards, for one of at least two ranks.
 #[derive(Clone)]
 pub struct Shards {
     /// At the checkpoint's root; `None` for a GGUF file.
     pub vb: Option<ShardedVarBuilder<'static>>,
-    pub processes: Rc<dyn Processes>,
+    pub ranks: Rc<dyn Ranks>,
 }
 
 /// Returns the range of a dimension in a shard. In a GGUF file it consists of whole quantised blocks if there are
@@ -73,7 +73,7 @@ pub struct Part {
 
 /// The outputs of a weight (out, in) and of its bias.
 pub const OUTPUTS: Sharding = Sharding { dim: 0, unit: 1, part: Part { index: 0, count: 1 } };
-/// The inputs of a weight (out, in). The results of all processes have to be summed; the first process has the bias.
+/// The inputs of a weight (out, in). The results of all ranks have to be summed; the first rank has the bias.
 pub const INPUTS: Sharding = Sharding { dim: 1, ..OUTPUTS };
 
 impl Sharding {
@@ -139,11 +139,11 @@ impl<'a> Weights<'a> {
 
     /// Returns the rank of this process among several.
     pub fn shard(&self) -> Option<HeadShard> {
-        self.shards.as_ref().map(|shards| shards.processes.shard())
+        self.shards.as_ref().map(|shards| shards.ranks.shard())
     }
 
-    pub fn processes(&self) -> Others {
-        self.shards.as_ref().map(|shards| shards.processes.clone())
+    pub fn ranks(&self) -> OtherRanks {
+        self.shards.as_ref().map(|shards| shards.ranks.clone())
     }
 
     /// Loads a weight (out, in), and the bias if the checkpoint has one; both whole unless they are sharded.
@@ -205,11 +205,11 @@ impl<'a> Weights<'a> {
     /// Loads a shard like [`sharded`](Self::sharded), in another dtype than that of the weights.
     pub fn sharded_in(&self, dtype: DType, name: &str, of: Sharding) -> Result<Tensor> {
         let Sharding { dim, unit, part } = of;
-        if let Some(Shards { vb: Some(vb), processes }) = &self.shards
+        if let Some(Shards { vb: Some(vb), ranks }) = &self.shards
             && unit == 1
         {
-            let rank = processes.shard().rank();
-            let n = processes.shard().world_size();
+            let rank = ranks.shard().rank();
+            let n = ranks.shard().world_size();
             let shard = Shard { dim, rank: part.index * n + rank, world_size: part.count * n };
             // Candle reads equal shards; others are cut out of the whole tensor.
             if let Ok(own) = vb.get_with_hints_dtype((), &format!("{}.{name}", self.prefix()), shard, dtype) {

@@ -35,7 +35,7 @@ use common::ModelArgs;
 use files::Files;
 use model::CausalLm;
 use model::attention::{Attention, Input};
-use model::weights::Processes;
+use model::weights::Ranks;
 
 /// Generates text with a decoder on the ranks of an mpirun.
 #[derive(Debug, Parser)]
@@ -60,7 +60,7 @@ enum Divide {
 /// Ranks of an mpirun as the model uses them.
 struct World(Rc<dyn Communicator>);
 
-impl Processes for World {
+impl Ranks for World {
     fn shard(&self) -> HeadShard {
         HeadShard::new(self.0.rank(), self.0.size()).expect("a rank is below the world size")
     }
