@@ -26,7 +26,7 @@ pub fn filled(held: &Fields, capacity: Option<usize>) -> Result<AttentionCache> 
     };
     let cfg = with(cfg, capacity, AttentionCacheConfig::with_capacity);
     let cfg = with(cfg, held.is("fixed").then_some(false), AttentionCacheConfig::with_growth);
-    let cfg = cfg.with_window(held.get::<usize>("window")?);
+    let cfg = with(cfg, held.get::<usize>("window")?, AttentionCacheConfig::with_window);
     let cfg = cfg.with_dtype(held.dtype());
     let mut cache = AttentionCache::new(&if held.is("q8") { cfg.with_q8() } else { cfg })?;
     held.part("by", |by| step(by.tensor("xs")?.shape(), by, &mut cache))?;

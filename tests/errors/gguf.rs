@@ -84,6 +84,7 @@ fn loaded(_: &str, call: &Fields) -> Result<String> {
 const CALLS: &[Named] = calls! {
     "another kind of file" => gguf::read(&mut Cursor::new(b"PK\x03\x04".as_slice())),
     "a header that ends early" => gguf::read(&mut Cursor::new(&File::llama()?.bytes()?[..100])),
+    "an empty file" => gguf::read(&mut Cursor::new([].as_slice())),
     "rotary factors without their tensor" => {
         let mut file = File::llama()?;
         file.add("rope_freqs.weight", &zeros(2), GgmlDType::F32)?;

@@ -216,7 +216,11 @@ fn with_dots(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
 fn cannot_read(file: &Path, error: &Error) -> Error {
     // Candle's text names the file too.
     let text = root(error).to_string();
-    Error::msg(format!("[weights] cannot read {}: {}", file.display(), text.lines().next().unwrap_or_default()))
+    let text = text.lines().next().unwrap_or_default();
+    // The texts of safetensors for a file of another length than its header says.
+    let is_other_length = ["file not fully covered", "invalid header length"].iter().any(|end| text.ends_with(end));
+    let hint = if is_other_length { "; was the file written or downloaded whole?" } else { "" };
+    Error::msg(format!("[weights] cannot read {}: {text}{hint}", file.display()))
 }
 
 /// Refuses a file of one rank of a Llama checkpoint by Meta, which has a part of each tensor.

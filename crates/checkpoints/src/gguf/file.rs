@@ -220,8 +220,21 @@ impl FusedWeight {
 /// # Errors
 /// For such a file, one that is no GGUF file, and one that cannot be read.
 pub fn read<R: Read + Seek>(reader: &mut R) -> Result<Content> {
-    Content::read(&mut Header { reader, next: Next::Other })
-        .map_err(|error| Error::msg(format!("[gguf] {}", root(&error))))
+    Content::read(&mut Header { reader, next: Next::Other }).map_err(|error| header_error(root(&error)))
+}
+
+/// Returns the error of a header, from that of Candle.
+fn header_error(error: &Error) -> Error {
+    if let Error::Io(cause) = error
+        && cause.kind() == io::ErrorKind::UnexpectedEof
+    {
+        return Error::msg("[gguf] the file ends within its header, expected a whole GGUF file");
+    }
+    let text = error.to_string();
+    match text.strip_prefix("unknown magic ") {
+        Some(magic) => Error::msg(format!("[gguf] the file begins with {magic}, expected GGUF's 0x46554747")),
+        None => Error::msg(format!("[gguf] {text}")),
+    }
 }
 
 /// A file that Candle reads piece by piece: a key, the type of its value, the value. It checks the alignment.

@@ -15,6 +15,9 @@ use super::fields::Fields;
 use super::linear;
 use super::names::{DECODER_LAYERS, HIDDEN};
 
+/// The field of the number of key and value heads.
+const KEY_HEADS: &str = "num_key_value_heads";
+
 /// A model or its decoder: a config and a row of the table.
 #[derive(Clone, Copy)]
 pub(super) struct Entry<'a> {
@@ -265,7 +268,10 @@ impl<'a> Entry<'a> {
             Heads::Same(name) => return fields.agrees(name, num_heads).map(|()| cfg.with_num_kv_heads(num_heads)),
             Heads::Grouped(kv_heads, head_dim) => (kv_heads, head_dim),
         };
-        let kv_heads = fields.nullable("num_key_value_heads", kv_heads)?.unwrap_or(num_heads);
+        let kv_heads = fields.nullable(KEY_HEADS, kv_heads)?.unwrap_or(num_heads);
+        if !fields.has(KEY_HEADS) {
+            refuse_other_key_heads(fields, kv_heads)?;
+        }
         let cfg = cfg.with_num_kv_heads(kv_heads);
         Ok(match fields.nullable("head_dim", head_dim)? {
             Some(head_dim) => cfg.with_head_dim(head_dim),
@@ -382,6 +388,20 @@ impl<'a> Entry<'a> {
         let layer = fields.layer;
         fields.fail(format!("{SHARED} is {shared}, but no layer of the kind of layer {layer} comes before these"))
     }
+}
+
+/// Refuses a number of key heads under a name that other models have, which transformers ignores: the config was
+/// written by hand. `kv_heads` is the number without the field.
+fn refuse_other_key_heads(fields: &Fields, kv_heads: usize) -> Result<()> {
+    for name in ["num_kv_heads", "n_kv_heads", "num_heads_kv", "n_head_kv", "num_key_value_head", "kv_heads"] {
+        match fields.get(name) {
+            Some(number) if *number != kv_heads => {
+                return fields.fail(format!("{name} is {number}, but the model's field is {KEY_HEADS}"));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// Sets a window of this many keys on each side of a query; `None` means all keys.

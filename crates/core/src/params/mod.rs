@@ -22,7 +22,7 @@ pub use source::TensorSource;
 pub use tensors::{ProjectionShape, projection_shape};
 
 use candle_core::{Error, Result, Tensor, bail};
-use candle_nn::Linear;
+use candle_nn::{Linear, VarBuilder};
 use foreign::refuse_foreign;
 use tensors::{ProjectionTensor, projection_tensors};
 
@@ -53,6 +53,9 @@ pub(crate) fn load_projections(
     Projections::new(&projections, reader.vb.dtype(), reader.vb.device())
 }
 
+/// The names that models have for the module of their attention.
+const MODULES: [&str; 5] = ["self_attn", "attn", "attention", "self_attention", "mha"];
+
 /// Reads the weights and biases of projections.
 fn read_projections(
     layout: WeightLayout,
@@ -79,7 +82,8 @@ fn read_projections(
     Ok(projections)
 }
 
-/// Adds to the error about a missing tensor the layout of the weights that are there, if they are in another layout.
+/// Adds to the error about a missing tensor the layout of the weights that are there, if they are in another layout, or
+/// the module that has them.
 fn with_layout_found(error: Error, layout: WeightLayout, reader: &ParameterReader) -> Error {
     let own = [true, false].map(|one_width| layout.weight_name(Projection::Query, one_width));
     if own.iter().any(|name| reader.has(name)) {
@@ -91,8 +95,16 @@ fn with_layout_found(error: Error, layout: WeightLayout, reader: &ParameterReade
             let found = found.join(" or ");
             Error::msg(format!("{}; the weights there have the layout {found}, for `load`", root(&error)))
         }
-        _ => error,
+        _ => match MODULES.iter().find(|module| has_weights(&reader.vb.pp(module))) {
+            Some(module) => Error::msg(format!("{}; attention weights are in `vb.pp({module:?})`", root(&error))),
+            None => error,
+        },
     }
+}
+
+/// Returns whether a builder has the weights of an attention layer in any layout.
+fn has_weights(vb: &VarBuilder) -> bool {
+    readings(vb).is_ok_and(|found| !found.is_empty())
 }
 
 /// Refuses parameters that change the output and that a layer of this config would pass over.
