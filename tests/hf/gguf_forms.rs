@@ -1,4 +1,4 @@
-//! Other forms of latent and linear attention in GGUF files: those of older files, and quantised weights.
+//! Other forms of latent and linear attention in GGUF files: the forms of older files, and quantised weights.
 
 use candle_attention::{DeltaLayout, gguf, hf};
 use candle_core::quantized::GgmlDType;

@@ -31,7 +31,7 @@ impl Recorded {
         })
     }
 
-    /// Returns the layers with attention of a kind: "" for all but those of a decoder with an encoder.
+    /// Returns the layers with attention of a kind: "" for all but the layers of a decoder with an encoder.
     fn layers(&self, kind: &str) -> Vec<usize> {
         let number = |name: &String| name.strip_prefix(&format!("{kind}layer"))?.strip_suffix(".in")?.parse().ok();
         let mut layers: Vec<usize> = self.golden.keys().filter_map(number).collect();

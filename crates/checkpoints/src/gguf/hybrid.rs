@@ -89,7 +89,7 @@ pub(super) fn qwen3_next(metadata: &Metadata, fields: &mut Fields) -> Result<()>
     Ok(())
 }
 
-/// Sets the sizes of Kimi Linear: those of latent attention, which has no positions, and those of linear attention.
+/// Sets the sizes of Kimi Linear: of latent attention, which has no positions, and of linear attention.
 pub(super) fn kimi_linear(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
     let has_heads = metadata.has_key_heads()?;
     let full: Vec<_> = (1..=has_heads.len()).filter(|number| has_heads[number - 1]).collect();
@@ -106,8 +106,8 @@ pub(super) fn kimi_linear(metadata: &Metadata, fields: &mut Fields) -> Result<()
     latent(metadata, fields)
 }
 
-/// Sets the sizes of latent attention. The number of key heads and the width of heads in the metadata are those of
-/// queries that absorb the projection to keys.
+/// Sets the sizes of latent attention. The number of key heads and the width of heads in the metadata belong to the form
+/// in which queries absorb the projection to keys.
 pub(super) fn latent(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
     let rotated = metadata.required("rope.dimension_count")?;
     let key_width = match metadata.count("attention.key_length_mla")? {

@@ -96,9 +96,9 @@ struct Stored {
 
 /// The rows of this rank's heads in a tensor.
 enum Rows {
-    /// Those of one projection after the other.
+    /// The rows of one projection after the other.
     ByProjection(Vec<Range<usize>>),
-    /// For each head, the rows of its queries and then those of its gate.
+    /// For each head, the rows of its queries and then the rows of its gate.
     ByHead { heads: Range<usize>, width: usize, gate_width: usize },
 }
 

@@ -35,7 +35,7 @@ impl<'a, 'f, R: Read + Seek> DeltaNetWeights<'a, 'f, R> {
     pub fn new(file: &'a mut File<'f, R>, cfg: &'a GatedDeltaNetConfig, layer: usize) -> Self {
         let num_heads = cfg.num_value_heads();
         let num_kv_heads = cfg.num_key_heads();
-        // llama.cpp's converter reorders the heads of the models whose betas have a tensor of their own.
+        // llama.cpp's converter reorders the heads of the models whose betas have a separate tensor.
         let order = if file.has(&format!("blk.{layer}.ssm_beta.weight")) && num_heads > num_kv_heads {
             QueryHeadOrder::Cyclic { num_heads, num_kv_heads }
         } else {
@@ -107,7 +107,7 @@ impl<'a, 'f, R: Read + Seek> DeltaNetWeights<'a, 'f, R> {
         FusedWeight::pack_joined(all)
     }
 
-    /// Reads projections that share tensors: those of Qwen3-Next and Qwen3.5.
+    /// Reads projections that share tensors, as in Qwen3-Next and Qwen3.5.
     fn fused_projections(&mut self) -> Result<Vec<PackedProjection>> {
         let cfg = self.cfg;
         let embed_dim = cfg.embed_dim();
@@ -156,7 +156,7 @@ impl<'a, 'f, R: Read + Seek> DeltaNetWeights<'a, 'f, R> {
     }
 
     /// Returns the rows of projections one after the other. The weight has, for each key head, its rows of the first
-    /// projection, then those of the next.
+    /// projection, then its rows of the next.
     fn by_key_head(&self, part: &str, whole: &Weight, sizes: &[usize]) -> Result<Weight> {
         let key_heads = self.cfg.num_key_heads();
         let group = sizes.iter().sum::<usize>() / key_heads;

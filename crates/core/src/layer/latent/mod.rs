@@ -191,7 +191,7 @@ impl MultiHeadLatentAttention {
         })
     }
 
-    /// Makes a layer with all heads, or those of a shard, of its projections and the norms of the source.
+    /// Makes a layer with all heads, or the heads of a shard, of its projections and the norms of the source.
     fn build(
         cfg: &MultiHeadLatentAttentionConfig,
         source: ParameterReader,
