@@ -91,7 +91,7 @@ fn gguf_linear_attention_of_older_files_matches_that_of_newer_files() -> Result<
     Ok(())
 }
 
-/// llama.cpp's order of value heads is not this crate's where there are fewer key heads.
+/// Checks a layer with fewer key heads, where llama.cpp's order of value heads is another one.
 #[test]
 fn gguf_linear_attention_with_other_head_order_is_saved_in_order_of_checkpoint() -> Result<()> {
     let golden = recorded_tensors("hf/gguf_models/qwen35.safetensors")?;
