@@ -111,7 +111,8 @@ CASES = {
     }),
     "jina-bert-v3": encoder("jina_embeddings_v3", ROPE, {"num_key_value_heads": 4}),
     "kimi-linear": small("kimi_linear", KIMI),
-    "minicpm3": small("minicpm3", LATENT, ROPE, {
+    # The converter does not write the base of rotary positions.
+    "minicpm3": small("minicpm3", LATENT, {
         "q_lora_rank": 14, "v_head_dim": 8, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256,
     }),
     "nemotron_h": small("nemotron_h", NEMOTRON, {
@@ -163,7 +164,10 @@ def nemotron_h(config, *_):
     letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
     config["hybrid_override_pattern"] = "".join(letters[kind] for kind in config["layers_block_type"])
     if "moe" not in config["layers_block_type"]:
-        del config["num_experts_per_tok"]
+        for name in ("num_experts_per_tok", "n_routed_experts", "n_shared_experts", "n_group", "topk_group"):
+            config.pop(name, None)
+        # The converter reads the file itself where transformers does not know the model, without defaults for experts.
+        config["model_type"] = "published"
 
 
 def jina_embeddings_v3(config, *_):

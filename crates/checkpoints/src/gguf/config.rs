@@ -79,7 +79,7 @@ impl Metadata<'_> {
             ("num_experts_per_tok", "expert_used_count"),
         ];
         for (name, key) in others {
-            if let Some(size) = self.size(key)? {
+            if let Some(size) = self.size_of_part(key)? {
                 set(name, json!(size));
             }
         }

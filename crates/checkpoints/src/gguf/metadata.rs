@@ -192,6 +192,21 @@ impl Metadata<'_> {
         }
     }
 
+    /// Reads a whole number that is the same for all layers that have the part it is about; in a hybrid the others have 0.
+    pub fn size_of_part(&self, key: &str) -> Result<Option<usize>> {
+        let Some(found @ Value::Array(_)) = self.get(key).filter(|_| self.architecture.is_hybrid) else {
+            return self.size(key);
+        };
+        let Some(numbers) = self.per_layer(key)? else { return Ok(None) };
+        let mut with_part = numbers.iter().copied().filter(|&size| size > 0);
+        match with_part.next() {
+            Some(first) if with_part.any(|size| size != first) => {
+                self.expected(key, found, "a whole number, the same for all layers that have one")
+            }
+            first => Ok(first),
+        }
+    }
+
     /// Returns whether each layer has key heads, which layers without softmax attention do not have.
     pub fn has_key_heads(&self) -> Result<Vec<bool>> {
         match self.per_layer(KEY_HEADS)? {
