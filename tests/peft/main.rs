@@ -9,7 +9,7 @@ mod training;
 
 use std::path::PathBuf;
 
-use candle_attention::peft::Adapter;
+use candle_attention::peft::{Adapter, AdapterConfig};
 use candle_attention::{AttentionInput, MultiHeadAttention, hf};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
@@ -139,6 +139,31 @@ fn lora_merged_builder_matches_peft() -> Result<()> {
             case.assert_outputs(&hf::load_attention(&case.model.config, i, vb.clone())?, i, "merged");
         }
     }
+    Ok(())
+}
+
+/// Checks a layer of another kind: linear attention, with an adapter on its output projection.
+#[test]
+fn lora_merged_builder_of_linear_attention_matches_merged_weights() -> Result<()> {
+    let model = Model::open(&recorded("hf/linear_models/qwen3_next"));
+    let module = "layers.0.linear_attn.out_proj";
+    let weight = &model.weights[&format!("{module}.weight")];
+    let (outputs, inputs) = weight.dims2()?;
+    let a = Tensor::randn(0f32, 0.3, (2, inputs), &CPU)?;
+    let b = Tensor::randn(0f32, 0.3, (outputs, 2), &CPU)?;
+    let name = |matrix: &str| format!("base_model.model.{module}.{matrix}.weight");
+    let matrices = [(name("lora_A"), a.clone()), (name("lora_B"), b.clone())];
+    let builder = |tensors| VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+    let adapter = Adapter::from_builder(AdapterConfig::new(2, 3.0, ["out_proj"])?, builder(matrices.into()));
+    let mut merged = model.weights.clone();
+    merged.insert(format!("{module}.weight"), (weight + (b.matmul(&a)? * 1.5)?)?);
+    let xs = &model.golden["in"];
+    let expected = hf::load_linear_attention(&model.config, 0, builder(merged))?.forward(xs)?;
+    let plain = hf::load_linear_attention(&model.config, 0, builder(model.weights.clone()))?.forward(xs)?;
+    let vb = adapter.merged_builder(builder(model.weights.clone()));
+    let found = hf::load_linear_attention(&model.config, 0, vb)?.forward(xs)?;
+    assert_near(&found, &expected, TOLERANCE, "linear attention");
+    assert!(common::relative_error(&plain, &expected) > 0.01);
     Ok(())
 }
 

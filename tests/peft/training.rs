@@ -8,7 +8,7 @@ use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use crate::common::{assert_near, bits, recorded, values};
 use crate::{CPU, Case, TOLERANCE, in_training, trainable, variable};
 
-/// Compares the gradients of a loss with those of PEFT, by name: low-rank matrices, biases, saved modules.
+/// Compares the gradients of a loss with PEFT's, by name: low-rank matrices, biases, saved modules.
 #[test]
 fn lora_gradients_match_peft() -> Result<()> {
     for case in Case::all() {
@@ -62,7 +62,7 @@ fn lora_training_lowers_loss_and_leaves_base_weights() -> Result<()> {
 }
 
 /// A layer of one token whose attention output is its input, with a zero output projection. An adapter of identities on
-/// the output projection returns what dropout leaves.
+/// the output projection returns the input after dropout.
 #[test]
 fn lora_dropout_happens_in_training_alone() -> Result<()> {
     let width = 64;

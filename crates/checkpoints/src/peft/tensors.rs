@@ -13,7 +13,7 @@ use candle_attention_modules::base::{LINEAR_WEIGHT, ParameterReader, has};
 /// The prefix of the model's names in an adapter's files.
 const PREFIX: &str = "base_model.model.";
 
-/// The name that PEFT gives an adapter, and that it leaves out of the adapter's own files.
+/// PEFT's usual name of an adapter, which is not in the names of the adapter's own files.
 const DEFAULT_NAME: &str = "default";
 
 /// A low-rank matrix of a module.
