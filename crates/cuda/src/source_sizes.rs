@@ -3,15 +3,19 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use crate::program::Program;
 
+/// The names and numbers that a program prints.
+type PrintedSizes = BTreeMap<String, usize>;
+
+/// The sizes for the options of earlier calls.
+static PRINTED: Mutex<BTreeMap<Vec<String>, PrintedSizes>> = Mutex::new(BTreeMap::new());
+
 /// Returns what `emulator/row_offsets.cpp` prints for the constants of a program: the size of each argument struct, the
 /// offset of each field as `Struct.field`, and the values of macros.
-pub(crate) fn source_sizes(program: &Program) -> BTreeMap<String, usize> {
-    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("offsets");
+pub(crate) fn source_sizes(program: &Program) -> PrintedSizes {
     // The program includes the sources of all programs, which need these constants.
     let mut options: Vec<_> = program.define_options().collect();
     for (name, value) in [("ELEMENT", 2), ("KEY_WIDTH", 16), ("VALUE_WIDTH", 16), ("CHUNK", 16)] {
@@ -19,9 +23,18 @@ pub(crate) fn source_sizes(program: &Program) -> BTreeMap<String, usize> {
             options.push(format!("-D{name}={value}"));
         }
     }
+    let mut printed = PRINTED.lock().unwrap_or_else(PoisonError::into_inner);
+    printed.entry(options).or_insert_with_key(|own| printed_sizes(own)).clone()
+}
+
+/// Compiles and runs the program with some options.
+fn printed_sizes(options: &[String]) -> PrintedSizes {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("offsets");
     let compilation = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".into()))
         .args(["-std=c++17", "-w", "-DEMULATOR"])
-        .args(&options)
+        .args(options)
         .arg("-I")
         .arg(package.join("kernels"))
         .arg("-I")
