@@ -5,7 +5,7 @@ use serde::{Deserialize, Deserializer};
 
 use super::{KvSharing, LocalWindow, MultiHeadAttentionConfig};
 use crate::position::{AlibiConfig, AttentionTemperature, ContentPositions, RelativeBiasConfig, RopeConfig};
-use candle_attention_modules::base::nearest;
+use candle_attention_modules::base::{edits, nearest};
 use candle_attention_modules::gate::OutputGate;
 use candle_attention_modules::norm::{OutputNorm, QkNorm};
 
@@ -87,7 +87,11 @@ fn with_nearest(text: &str) -> Option<String> {
     // The texts between quotes and those in quotes take turns; the last one is the position in the file.
     let [_, unknown, .., position] = quoted[..] else { return None };
     let known = quoted[2..].iter().skip(1).step_by(2).copied();
-    let nearest = nearest(unknown, known).first()?.to_string();
+    let nearest = *nearest(unknown, known).first()?;
+    // A misspelling, and not the name that another library has for an option.
+    if 3 * edits(unknown, nearest) > unknown.len().max(nearest.len()) {
+        return None;
+    }
     Some(format!("unknown field `{unknown}`, did you mean `{nearest}`?{position}"))
 }
 
@@ -107,7 +111,7 @@ mod tests {
         );
         let in_option = error_of(r#"{"embed_dim": 8, "num_heads": 4, "local_window": {"lef": 1, "right": 2}}"#);
         assert!(in_option.starts_with("unknown field `lef`, did you mean `left`?"), "{in_option}");
-        let far = error_of(r#"{"embed_dim": 8, "num_heads": 4, "vocabulary": 2}"#);
-        assert!(far.starts_with("unknown field `vocabulary`, expected one of `embed_dim`"), "{far}");
+        let far = error_of(r#"{"embed_dim": 8, "num_heads": 4, "num_attention_heads": 4}"#);
+        assert!(far.starts_with("unknown field `num_attention_heads`, expected one of `embed_dim`"), "{far}");
     }
 }

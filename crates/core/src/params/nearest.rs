@@ -1,6 +1,7 @@
 //! The layout whose names are nearest to the names in a file, for errors.
 
 use super::layout::WeightLayout;
+use super::layout_tensors::LayoutTensor;
 use candle_attention_modules::base::edits;
 use candle_attention_modules::linear::Projection::Gate;
 
@@ -28,20 +29,38 @@ pub fn nearest_layout(names: &[&str]) -> Option<WeightLayout> {
 }
 
 /// Returns the sum of the edits from each weight of a layout to another name; `None` if a weight has no name near it.
+/// The pair with the fewest edits is taken first.
 fn distance(layout: WeightLayout, stems: &[&str]) -> Option<usize> {
+    let tensors = layout.tensors(0, true);
+    let weights = tensors.iter().filter(|tensor| !tensor.is_bias && !tensor.holds(Gate)).map(LayoutTensor::name);
+    let mut weights: Vec<String> = weights.collect();
     let mut free = stems.to_vec();
     let mut sum = 0;
-    for tensor in layout.tensors(0, true).iter().filter(|tensor| !tensor.is_bias && !tensor.holds(Gate)) {
-        let name = tensor.name();
-        let stem = stem(&name)?;
-        let (index, edits) = free.iter().map(|other| edits(stem, other)).enumerate().min_by_key(|(_, edits)| *edits)?;
-        if 2 * edits > stem.len().max(free[index].len()) {
-            return None;
+    while !weights.is_empty() {
+        let mut best: Option<Pair> = None;
+        for (weight, name) in weights.iter().enumerate() {
+            let stem = stem(name)?;
+            for (other, candidate) in free.iter().enumerate() {
+                let edits = edits(stem, candidate);
+                let is_near = 2 * edits <= stem.len().max(candidate.len());
+                if is_near && best.as_ref().is_none_or(|best| edits < best.edits) {
+                    best = Some(Pair { weight, other, edits });
+                }
+            }
         }
+        let Pair { weight, other, edits } = best?;
+        weights.swap_remove(weight);
+        free.swap_remove(other);
         sum += edits;
-        free.swap_remove(index);
     }
     Some(sum)
+}
+
+/// A weight of a layout and another name near it, by their indices.
+struct Pair {
+    weight: usize,
+    other: usize,
+    edits: usize,
 }
 
 /// Returns the name of a weight without its end; `None` for a bias.
