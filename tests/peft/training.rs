@@ -61,8 +61,8 @@ fn lora_training_lowers_loss_and_leaves_base_weights() -> Result<()> {
     Ok(())
 }
 
-/// A layer of one token whose attention output is its input, with a zero output projection. An adapter of identities on
-/// the output projection returns the input after dropout.
+/// Checks a layer of one token whose attention output is its input, with a zero output projection. An adapter of
+/// identities on the output projection returns the input after dropout.
 #[test]
 fn lora_dropout_happens_in_training_alone() -> Result<()> {
     let width = 64;
