@@ -81,10 +81,10 @@ pub(super) fn qwen3_next(metadata: &Metadata, fields: &mut Fields) -> Result<()>
     let kinds: Vec<_> = is_linear.into_iter().take(metadata.num_hidden_layers()?).map(kind).collect();
     fields.insert("full_attention_interval".into(), json!(interval));
     fields.insert("layer_types".into(), json!(kinds));
-    if let (Some(rotated), Some(width)) =
+    if let (Some(rotated), Some(head_dim)) =
         (metadata.count("rope.dimension_count")?, metadata.count("attention.key_length")?)
     {
-        fields["rope_parameters"]["partial_rotary_factor"] = json!(rotated as f64 / width as f64);
+        fields["rope_parameters"]["partial_rotary_factor"] = json!(rotated as f64 / head_dim as f64);
     }
     Ok(())
 }

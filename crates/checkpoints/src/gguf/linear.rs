@@ -122,12 +122,12 @@ impl<'a, 'f, R: Read + Seek> DeltaNetWeights<'a, 'f, R> {
             all.push(fused(self.by_key_head("ssm_in", &whole, &sizes)?, &sizes));
         } else {
             let whole = self.weight("attn_qkv", 2 * key_rows + value_rows, embed_dim)?;
-            let mut rows = vec![0..2 * key_rows];
-            rows.extend(self.value_rows(2 * key_rows, cfg.value_head_dim()));
-            all.push(fused(self.rows("attn_qkv", &whole, rows)?, &[key_rows, key_rows, value_rows]));
+            let value_ranges = self.value_rows(2 * key_rows, cfg.value_head_dim());
+            let ranges = std::iter::once(0..2 * key_rows).chain(value_ranges).collect();
+            all.push(fused(self.rows("attn_qkv", &whole, ranges)?, &[key_rows, key_rows, value_rows]));
             let gate = self.weight("attn_gate", value_rows, embed_dim)?;
-            let rows = self.value_rows(0, cfg.value_head_dim());
-            all.push(fused(self.rows("attn_gate", &gate, rows)?, &[value_rows]));
+            let gate_ranges = self.value_rows(0, cfg.value_head_dim());
+            all.push(fused(self.rows("attn_gate", &gate, gate_ranges)?, &[value_rows]));
         }
         if self.file.has(&self.name("ssm_ba.weight")) {
             let whole = self.weight("ssm_ba", 2 * h, embed_dim)?;
@@ -135,8 +135,8 @@ impl<'a, 'f, R: Read + Seek> DeltaNetWeights<'a, 'f, R> {
         } else {
             for part in ["ssm_beta", "ssm_alpha"] {
                 let whole = self.weight(part, h, embed_dim)?;
-                let rows = self.value_rows(0, 1);
-                all.push(fused(self.rows(part, &whole, rows)?, &[h]));
+                let ranges = self.value_rows(0, 1);
+                all.push(fused(self.rows(part, &whole, ranges)?, &[h]));
             }
         }
         FusedWeight::pack_joined(all)
@@ -145,7 +145,9 @@ impl<'a, 'f, R: Read + Seek> DeltaNetWeights<'a, 'f, R> {
     /// Returns the rows of all value heads, of this width and from row `first` on, in this crate's order.
     fn value_rows(&self, first: usize, width: usize) -> Vec<Range<usize>> {
         let h = self.cfg.num_value_heads();
-        let QueryHeadOrder::Cyclic { num_kv_heads, .. } = self.order else { return vec![first..first + h * width] };
+        let QueryHeadOrder::Cyclic { num_kv_heads, .. } = self.order else {
+            return std::iter::once(first..first + h * width).collect();
+        };
         let heads = (0..num_kv_heads).flat_map(|key_head| (key_head..h).step_by(num_kv_heads));
         heads.map(|head| first + head * width..first + (head + 1) * width).collect()
     }
@@ -201,7 +203,7 @@ impl<'a, 'f, R: Read + Seek> DeltaNetWeights<'a, 'f, R> {
             bail!("[gguf] {name} has shape {:?}, expected one number for each of {h} heads", stored.shape())
         }
         let rates = stored.flatten_all()?;
-        if let Some(rate) = to_vec::<f32>(&rates)?.into_iter().find(|rate| !(*rate < 0.0)) {
+        if let Some(rate) = to_vec::<f32>(&rates)?.into_iter().find(|rate| *rate >= 0.0 || rate.is_nan()) {
             bail!("[gguf] {name} has {rate}, expected numbers below 0")
         }
         self.order.reorder_to_grouped(&rates.neg()?.log()?, 0)

@@ -203,7 +203,9 @@ impl MultiHeadLatentAttention {
         let norm = |name, size| Norm::load(QkNormKind::Rms, cfg.norm_eps(), size, false, &source.pp(name));
         let LatentProjections { compression, queries, down, up, out } = projections(&source)?;
         let compression = match (compression, cfg.q_lora_rank()) {
-            (Some(down), Some(q_rank)) => Some(QueryCompression { down, norm: norm("q_a_layernorm", q_rank)? }),
+            (Some(narrowing), Some(q_rank)) => {
+                Some(QueryCompression { down: narrowing, norm: norm("q_a_layernorm", q_rank)? })
+            }
             _ => None,
         };
         let mut config = cfg.clone();
