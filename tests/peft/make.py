@@ -241,9 +241,14 @@ def keep(made, folder, check):
     return differing
 
 
+def unordered(config):
+    """Returns a config with its lists sorted, since PEFT writes the names of modules in the order of a set."""
+    return {key: sorted(value) if isinstance(value, list) else value for key, value in config.items()}
+
+
 def same(one, other):
     if one.suffix == ".json":
-        return json.loads(one.read_text()) == json.loads(other.read_text())
+        return unordered(json.loads(one.read_text())) == unordered(json.loads(other.read_text()))
     a, b = load_file(one), load_file(other)
     return a.keys() == b.keys() and all(torch.allclose(a[key], b[key], rtol=1e-4, atol=1e-5) for key in a)
 
