@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from transformers import AutoModelForImageTextToText
 
+from cases import BLOOM_PLACES, GPT2_PLACES
 from cases import CASES as CHECKPOINTS
 from cases import decoder
 
@@ -20,6 +21,8 @@ SIZES = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+UNGROUPED = {key: size for key, size in SIZES.items() if key != "num_key_value_heads"}
+GPT2_SIZES = {"vocab_size": 61, "n_embd": 16, "n_inner": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
 # Heads that are wider than `hidden_size / heads`.
 WIDE = {"head_dim": 8}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
@@ -58,6 +61,11 @@ def small(model_type, *configs, **places):
 # Parameters that are zero, so that no GELU counts, which llama.cpp reads from a table in f16.
 WITHOUT_GELU = r"mlp\.down_proj|per_layer_projection\."
 ZEROED = {
+    "falcon": "dense_4h_to_h",
+    "falcon_multi_query": "dense_4h_to_h",
+    "gemma": WITHOUT_GELU,
+    "gemma2": WITHOUT_GELU,
+    "gemma3": WITHOUT_GELU,
     "gemma3n": WITHOUT_GELU,
     "gemma4": WITHOUT_GELU,
     "gemma4_keys_as_values": WITHOUT_GELU,
@@ -89,7 +97,14 @@ def list_experts(fields, _, __):
 
 
 # Changes of checkpoints to what is published.
-PUBLISHED = {"gemma3n": add_unused_keys, "hunyuan-moe": list_experts, "qwen3vlmoe": transpose_experts}
+PUBLISHED = {
+    "gemma3n": add_unused_keys,
+    "gpt2": lambda fields, _, __: fields.update(n_ctx=64),
+    "gptneox": lambda fields, _, __: fields.update(rotary_pct=0.5),
+    "hunyuan-moe": list_experts,
+    "mpt": lambda fields, _, __: fields.update(architectures=["MPTForCausalLM"]),
+    "qwen3vlmoe": transpose_experts,
+}
 
 CASES = {
     "afmoe": small("afmoe", WIDE, FULL_LAST, EXPERTS, {
@@ -97,7 +112,12 @@ CASES = {
     }),
     "apertus": small("apertus", rope()),
     "arcee": small("arcee", WIDE, rope()),
+    "bloom": small("bloom", sizes={"vocab_size": 61, "hidden_size": 24, "n_layer": 2, "n_head": 6}, **BLOOM_PLACES),
+    "chatglm": small("glm", rope(partial_rotary_factor=0.5)),
+    "cohere2": small("cohere2", FULL_LAST, rope(), TIED),
     "cohere2moe": small("cohere2_moe", WIDE, ALTERNATING, EXPERTS),
+    "command-r": small("cohere", rope(), TIED),
+    "command-r_norms": small("cohere", rope(), TIED, {"use_qk_norm": True}),
     "dbrx": small(
         "dbrx",
         {"d_model": 16, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
@@ -119,15 +139,25 @@ CASES = {
         "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 12,
         "moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 1,
     }),
+    "exaone-moe": small("exaone_moe", WIDE, FULL_LAST, rope(), EXPERTS, {
+        "num_shared_experts": 1, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "first_k_dense_replace": 1, "scoring_func": "sigmoid",
+    }),
     "exaone4": small("exaone4", rope(), {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     # llama.cpp knows the size with windows by its number of layers.
     "exaone4_windows": small("exaone4", FULL_LAST, rope(), {
         "num_hidden_layers": 64, "layer_types": FULL_LAST["layer_types"] * 16,
     }),
-    "exaone-moe": small("exaone_moe", WIDE, FULL_LAST, rope(), EXPERTS, {
-        "num_shared_experts": 1, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense"] + ["sparse"] * 3,
-        "first_k_dense_replace": 1, "scoring_func": "sigmoid",
+    "falcon": small("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}, TIED, rope(), **BLOOM_PLACES),
+    "falcon_multi_query": small("falcon", {"num_kv_heads": 1}, TIED, rope(), sizes=UNGROUPED, **BLOOM_PLACES),
+    "gemma": small("gemma", WIDE, TIED, {"num_key_value_heads": 1}),
+    "gemma2": small("gemma2", WIDE, TIED, ALTERNATING, {
+        "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0,
     }),
+    "gemma3": small("gemma3_text", WIDE, TIED, ALTERNATING, {"query_pre_attn_scalar": 8, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }}),
     # llama.cpp reads no number of layers with their own keys: 20.
     "gemma3n": small("gemma3n_text", WIDE, {
         "layer_types": ["sliding_attention", "full_attention"] * 11, "num_hidden_layers": 22, "num_kv_shared_layers": 2,
@@ -143,11 +173,18 @@ CASES = {
         "hidden_size_per_layer_input": 0, "global_head_dim": 16, "num_global_key_value_heads": 1,
         "attention_k_eq_v": True, "num_kv_shared_layers": 0, "final_logit_softcapping": 30.0,
     }),
+    "glm4": small("glm4", WIDE, rope(partial_rotary_factor=0.5)),
     "glm4_moe": small("glm4_moe", WIDE, rope(partial_rotary_factor=0.5), {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 8,
         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "use_qk_norm": True, "attention_bias": True,
         "num_nextn_predict_layers": 0,
     }),
+    "gpt-oss": small("gpt_oss", WIDE, ALTERNATING, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt2": small("gpt2", sizes=GPT2_SIZES, **GPT2_PLACES),
+    "gptneox": small(
+        "gpt_neox", rope(partial_rotary_factor=0.5), sizes=UNGROUPED, attention="attention", out_proj="attention.dense",
+    ),
+    "granite": small("granite", rope(), {"attention_multiplier": 0.3}),
     "granite_swa": small("granite_swa", ALTERNATING, {"attention_multiplier": 0.3}),
     "granitemoe": small("granitemoe", EXPERTS, rope(), {"attention_multiplier": 0.3}),
     "granitemoe_shared": small("granitemoeshared", EXPERTS, rope(), {
@@ -167,6 +204,11 @@ CASES = {
     "lfm2moe": small("lfm2_moe", rope(), EXPERTS, TIED, {
         "layer_types": ["conv", "full_attention"], "num_dense_layers": 1,
     }, out_proj="self_attn.out_proj"),
+    "llama": small("llama", WIDE, {"attention_bias": True, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }}),
+    "llama_yarn": small("llama", WIDE, {"rope_parameters": YARN}),
     "llama4": replace(CHECKPOINTS["llama4"], config={**SIZES, **WIDE, **rope(), **{
         "no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4, "interleave_moe_layer_step": 1,
         "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 24,
@@ -180,14 +222,24 @@ CASES = {
         "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0,
     }}),
     "mistral3_without_scaling": small("mistral", WIDE, rope()),
+    "mpt": small(
+        "mpt",
+        {"d_model": 24, "n_heads": 6, "n_layers": 2, "max_seq_len": 64, "attn_config": {"clip_qkv": 0.7}},
+        sizes={"vocab_size": 61}, layers="blocks", attention="attn", out_proj="attn.out_proj",
+    ),
     "nemotron": small("nemotron", rope(partial_rotary_factor=0.5)),
     "olmo": small("olmo", {"clip_qkv": 0.7}, rope()),
+    "olmo2": small("olmo2", rope()),
     "olmo2_windows": small("olmo3", rope(), FULL_LAST),
     "olmoe": small("olmoe", rope(), EXPERTS, {"num_key_value_heads": 4, "norm_topk_prob": False}),
+    "phi2": small("phi", {"intermediate_size": 64}, rope(partial_rotary_factor=0.5), sizes=UNGROUPED, out_proj="self_attn.dense"),
+    "phi3": small("phi3", rope(), {"sliding_window": None}),
+    "qwen2": small("qwen2", rope()),
     "qwen2moe": small("qwen2_moe", EXPERTS, rope(), {"norm_topk_prob": False}),
     "qwen2vl": small("qwen2_vl", {
         "text_config": {**SIZES, **rope(mrope_section=[1, 1, 0])}, "vision_config": VISION, "vocab_size": 61,
     }, sizes={}, layers="language_model.layers", auto_class=AutoModelForImageTextToText),
+    "qwen3": small("qwen3", WIDE, rope()),
     "qwen3moe": small("qwen3_moe", WIDE, EXPERTS, rope()),
     "qwen3vl": small("qwen3_vl", {
         "text_config": {**SIZES, **WIDE, **rope(mrope_section=[2, 1, 1])}, "vision_config": VISION, "vocab_size": 61,
@@ -197,4 +249,8 @@ CASES = {
         "vocab_size": 61,
     }, sizes={}, layers="language_model.layers", auto_class=AutoModelForImageTextToText),
     "seed_oss": small("seed_oss", WIDE, rope(), {"attention_bias": True}),
+    "smollm3": small("smollm3", rope(), {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
+    "stablelm": small("stablelm", rope(partial_rotary_factor=0.5), {"use_qkv_bias": True}),
+    "starcoder": small("gpt_bigcode", sizes=GPT2_SIZES, **GPT2_PLACES),
+    "starcoder2": small("starcoder2", rope()),
 }

@@ -150,7 +150,7 @@ same layers with this crate, by the model's `config.json` and tensor names, and 
 part of the config (`&config["vision_config"]`), and a builder at the checkpoint's root or at the part.
 
 `cargo test --test hf` compares the models of `tests/hf/models` with transformers in every run, and
-`examples/causal_lm` runs {decoders} decoders as whole models. [The last part](#other-versions-of-transformers) of this page
+`examples/causal_lm` runs {decoders} decoders as whole models. [Another part](#other-versions-of-transformers) of this page
 compares other versions of transformers in the same way.
 
 ## Equal
