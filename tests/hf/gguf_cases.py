@@ -31,6 +31,7 @@ FULL_LAST = {
     "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 5, "num_hidden_layers": 4,
 }
 FULL_FIRST = FULL_LAST | {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}
+FULL_SIXTH = FULL_LAST | {"layer_types": ["sliding_attention"] * 5 + ["full_attention"], "num_hidden_layers": 6}
 TIED = {"tie_word_embeddings": True}
 EXPERTS = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
@@ -72,7 +73,7 @@ ZEROED = {
     "qwen3vlmoe": "experts",
 }
 # The layers of a file, where they are not the first four.
-KEPT = {"gemma3n": [0, 18, 19, 20, 21]}
+KEPT = {"gemma3": [0, 5], "gemma3n": [0, 18, 19, 20, 21]}
 
 
 def add_unused_keys(_, tensors, __):
@@ -100,7 +101,6 @@ def list_experts(fields, _, __):
 PUBLISHED = {
     "gemma3n": add_unused_keys,
     "gpt2": lambda fields, _, __: fields.update(n_ctx=64),
-    "gptneox": lambda fields, _, __: fields.update(rotary_pct=0.5),
     "hunyuan-moe": list_experts,
     "mpt": lambda fields, _, __: fields.update(architectures=["MPTForCausalLM"]),
     "qwen3vlmoe": transpose_experts,
@@ -113,11 +113,8 @@ CASES = {
     "apertus": small("apertus", rope()),
     "arcee": small("arcee", WIDE, rope()),
     "bloom": small("bloom", sizes={"vocab_size": 61, "hidden_size": 24, "n_layer": 2, "n_head": 6}, **BLOOM_PLACES),
-    "chatglm": small("glm", rope(partial_rotary_factor=0.5)),
-    "cohere2": small("cohere2", FULL_LAST, rope(), TIED),
     "cohere2moe": small("cohere2_moe", WIDE, ALTERNATING, EXPERTS),
     "command-r": small("cohere", rope(), TIED),
-    "command-r_norms": small("cohere", rope(), TIED, {"use_qk_norm": True}),
     "dbrx": small(
         "dbrx",
         {"d_model": 16, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
@@ -148,13 +145,13 @@ CASES = {
     "exaone4_windows": small("exaone4", FULL_LAST, rope(), {
         "num_hidden_layers": 64, "layer_types": FULL_LAST["layer_types"] * 16,
     }),
-    "falcon": small("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}, TIED, rope(), **BLOOM_PLACES),
-    "falcon_multi_query": small("falcon", {"num_kv_heads": 1}, TIED, rope(), sizes=UNGROUPED, **BLOOM_PLACES),
+    "falcon": small("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}, TIED, **BLOOM_PLACES),
+    "falcon_multi_query": small("falcon", {"num_kv_heads": 1}, TIED, sizes=UNGROUPED, **BLOOM_PLACES),
     "gemma": small("gemma", WIDE, TIED, {"num_key_value_heads": 1}),
     "gemma2": small("gemma2", WIDE, TIED, ALTERNATING, {
         "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0,
     }),
-    "gemma3": small("gemma3_text", WIDE, TIED, ALTERNATING, {"query_pre_attn_scalar": 8, "rope_parameters": {
+    "gemma3": small("gemma3_text", WIDE, TIED, FULL_SIXTH, {"query_pre_attn_scalar": 8, "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     }}),
@@ -181,9 +178,6 @@ CASES = {
     }),
     "gpt-oss": small("gpt_oss", WIDE, ALTERNATING, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt2": small("gpt2", sizes=GPT2_SIZES, **GPT2_PLACES),
-    "gptneox": small(
-        "gpt_neox", rope(partial_rotary_factor=0.5), sizes=UNGROUPED, attention="attention", out_proj="attention.dense",
-    ),
     "granite": small("granite", rope(), {"attention_multiplier": 0.3}),
     "granite_swa": small("granite_swa", ALTERNATING, {"attention_multiplier": 0.3}),
     "granitemoe": small("granitemoe", EXPERTS, rope(), {"attention_multiplier": 0.3}),

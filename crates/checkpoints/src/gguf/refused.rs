@@ -68,6 +68,7 @@ pub(super) const REFUSED: &[Refused] = &[
     of("muse-glimmer", NOT_COMPARED),
     of("nanbeige", NO_MODEL),
     of("neo-bert", NO_MODEL),
+    of("nomic-bert-moe", NO_MODEL),
     of("openelm", NO_MODEL),
     of("orion", NO_MODEL),
     of("paddleocr", NOT_COMPARED),
