@@ -244,7 +244,6 @@ CASES = {
     }, sizes={}, layers="language_model.layers", auto_class=AutoModelForImageTextToText),
     "seed_oss": small("seed_oss", WIDE, rope(), {"attention_bias": True}),
     "smollm3": small("smollm3", rope(), {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
-    "stablelm": small("stablelm", {"hidden_size": 32}, rope(partial_rotary_factor=0.5), {"use_qkv_bias": True}),
     "starcoder": small("gpt_bigcode", sizes=GPT2_SIZES, **GPT2_PLACES),
     "starcoder2": small("starcoder2", rope()),
 }
