@@ -52,7 +52,7 @@ fn qk_norm_constructors_equal_their_fields() {
 #[test]
 fn call_inputs_of_none_and_of_options_match_plain_inputs() -> Result<()> {
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU);
-    let layer = MultiHeadAttention::new(&Config::new(8, 2).with_causal(true), vb)?;
+    let layer = MultiHeadAttention::new(&Config::new(8, 2).with_causal(true), vb)?.freeze()?;
     let xs = Tensor::randn(0f32, 1., (2, 3, 8), &CPU)?;
     let run = |input: AttentionInput| layer.forward_with(input)?.to_vec3::<f32>();
 
