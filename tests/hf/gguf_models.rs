@@ -1,5 +1,5 @@
 //! GGUF files that llama.cpp's converter wrote for tiny models, compared with the attention of transformers.
-//! `make_gguf.py` makes the files, after llama.cpp's logits for each were equal to those of transformers.
+//! `make_gguf.py` makes the files, after llama.cpp's logits for each were equal to transformers' logits.
 
 use std::collections::HashMap;
 use std::fs::File;

@@ -42,7 +42,8 @@ pub(super) fn nemotron_h(metadata: &Metadata, fields: &mut Fields) -> Result<()>
     Ok(())
 }
 
-/// Sets the kinds of layers of Granite 4, whose attention has no positions. Files of Bamba, which has some, are refused.
+/// Sets the kinds of layers of Granite 4, whose attention has no positions. Files of Bamba, which has some, are
+/// refused.
 pub(super) fn granite_hybrid(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
     const ROTATES: &str = "rope.scaling.finetuned";
     kinds_by_key_heads(metadata, fields, "mamba")?;
@@ -106,8 +107,8 @@ pub(super) fn kimi_linear(metadata: &Metadata, fields: &mut Fields) -> Result<()
     latent(metadata, fields)
 }
 
-/// Sets the sizes of latent attention. The number of key heads and the width of heads in the metadata belong to the form
-/// in which queries absorb the projection to keys.
+/// Sets the sizes of latent attention. The number of key heads and the width of heads in the metadata belong to the
+/// form in which queries absorb the projection to keys.
 pub(super) fn latent(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
     let rotated = metadata.required("rope.dimension_count")?;
     let key_width = match metadata.count("attention.key_length_mla")? {

@@ -192,7 +192,8 @@ impl Metadata<'_> {
         }
     }
 
-    /// Reads a whole number that is the same for all layers that have the part it is about; in a hybrid the others have 0.
+    /// Reads a whole number that is the same for all layers that have the part it is about; in a hybrid the others
+    /// have 0.
     pub fn size_of_part(&self, key: &str) -> Result<Option<usize>> {
         let Some(found @ Value::Array(_)) = self.get(key).filter(|_| self.architecture.is_hybrid) else {
             return self.size(key);

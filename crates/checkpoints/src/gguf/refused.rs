@@ -73,7 +73,7 @@ pub(super) const REFUSED: &[Refused] = &[
     of("orion", NO_MODEL),
     of("paddleocr", NOT_COMPARED),
     of("pangu-embedded", NO_MODEL),
-    of("phimoe", "its rotary positions are scaled in a way of their own"),
+    of("phimoe", "its rotary positions are scaled in another way"),
     of("plamo", NO_MODEL),
     of("plamo2", NO_MODEL),
     of("plamo3", NO_MODEL),
