@@ -24,7 +24,7 @@ from dataclasses import dataclass
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TABLE = ROOT / "crates/cuda/registers.txt"
 HEADER = """\
-# Registers, spilled bytes and shared memory of every kernel in every specialisation, as NVRTC 13.0 compiles them.
+# Registers, spilled bytes and shared memory of kernels in their specialisations, as NVRTC 13.0 compiles them.
 # `bash ci/cuda.sh update` writes this file, and `bash ci/cuda.sh all` checks it.
 # capability | specialisation | kernel | registers | bytes spilled | bytes of shared memory
 """
