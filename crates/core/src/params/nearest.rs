@@ -9,7 +9,7 @@ use candle_attention_modules::linear::Projection::Gate;
 const MOST: usize = 48;
 
 /// Returns the layout whose weights have the names nearest to `names`, if each weight of a layout has another name near
-/// it: one whose distance is at most half of the longer length.
+/// it: one whose distance is at most half of the longer length, or a quarter for layouts of two weights.
 pub fn nearest_layout(names: &[&str]) -> Option<WeightLayout> {
     let stems: Vec<&str> = names.iter().filter_map(|name| stem(name)).collect();
     if stems.len() > MOST || stems.iter().any(|stem| stem.len() > MOST) {
@@ -34,6 +34,8 @@ fn distance(layout: WeightLayout, stems: &[&str]) -> Option<usize> {
     let tensors = layout.tensors(0, true);
     let weights = tensors.iter().filter(|tensor| !tensor.is_bias && !tensor.holds(Gate)).map(LayoutTensor::name);
     let mut weights: Vec<String> = weights.collect();
+    // Two names of a packed layout are easily near others, such as the projections of an MLP.
+    let strictness = if weights.len() < 3 { 4 } else { 2 };
     let mut free = stems.to_vec();
     let mut sum = 0;
     while !weights.is_empty() {
@@ -42,7 +44,7 @@ fn distance(layout: WeightLayout, stems: &[&str]) -> Option<usize> {
             let stem = stem(name)?;
             for (other, candidate) in free.iter().enumerate() {
                 let edits = edits(stem, candidate);
-                let is_near = 2 * edits <= stem.len().max(candidate.len());
+                let is_near = strictness * edits <= stem.len().max(candidate.len());
                 if is_near && best.as_ref().is_none_or(|best| edits < best.edits) {
                     best = Some(Pair { weight, other, edits });
                 }
