@@ -1,8 +1,8 @@
 //! A Mistral of candle-transformers, and the same model with its attention swapped for this crate's layer: `cargo bench
 //! -p candle-attention-compare --bench swapped -- --model after`. It prints the tokens/s of generation.
 //!
-//! The sizes are those of SmolLM2-135M, the weights random. The logits of both models are compared before one is timed.
-//! `cargo bench --bench shared` can time it beside busy neighbours.
+//! The model has the sizes of SmolLM2-135M, the weights random. The logits of both models are compared before one is timed.
+//! `cargo bench --bench shared` can time it with busy neighbours.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -47,9 +47,9 @@ struct Args {
 enum Kind {
     /// The model of candle-transformers
     Before,
-    /// The same model with this crate's attention
+    /// This crate's attention in that model
     After,
-    /// The same model with this crate's attention and packed products in MLP and head
+    /// This crate's attention, and packed products in MLP and head
     Packed,
 }
 

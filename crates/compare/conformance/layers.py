@@ -2,7 +2,7 @@
 
 python crates/compare/conformance/layers.py [LIBRARY ..]    writes tests/conformance/layers/
 
-The packages are those of requirements-layers.txt. `cargo test --test conformance layers` loads what was recorded.
+requirements-layers.txt lists the packages. `cargo test --test conformance layers` loads what was recorded.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """torchtune's MultiHeadAttention, with its rotary positions.
 
-torchtune 0.6.1 does not import beside PyTorch 2.15, so only its files of attention and positions are imported.
+torchtune 0.6.1 does not import with PyTorch 2.15, so only its files of attention and positions are imported.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-//! The tensors of an adapter, by PEFT's names: those of a file, or variables.
+//! The tensors of an adapter, by PEFT's names: from a file, or variables.
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
