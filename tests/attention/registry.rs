@@ -292,7 +292,7 @@ fn learned_keys() -> Configs {
         ("learned key", grouped().with_bias_kv(true)),
         ("key of zeros", grouped().with_add_zero_attn(true).with_bias(true).with_softcap(3.0)),
         ("learned key and one of zeros", four_heads().with_bias_kv(true).with_add_zero_attn(true)),
-        ("learned keys of each head", grouped().with_num_mem_kv(3).with_rope(RopeConfig::new(100.0))),
+        ("learned keys of each head", grouped().with_head_dim(6).with_num_mem_kv(3).with_rope(RopeConfig::new(100.0))),
         ("learned keys of each head, causal", grouped().with_num_mem_kv(2).with_causal(true).with_bias_kv(true)),
         ("learned key, causal", four_heads().with_bias_kv(true).with_causal(true).with_value_head_dim(5)),
     ]

@@ -234,11 +234,11 @@ impl CachedCall<'_> {
     /// Returns stored keys and values followed by the appended ones: a copy, if there are some.
     fn with_appended(&self, stored: KvFloats) -> Result<KvFloats> {
         let Some(appended) = &self.appended else { return Ok(stored) };
-        let joined = |stored: &Tensor, appended: &Tensor| {
-            let (_, h_kv, n, width) = appended.dims4()?;
-            let appended = if self.detached { appended.detach() } else { appended.clone() };
-            let each = appended.to_dtype(self.dtype)?.broadcast_as((stored.dim(0)?, h_kv, n, width))?;
-            Tensor::cat(&[&stored.contiguous()?, &each.contiguous()?], 2)
+        let joined = |first: &Tensor, last: &Tensor| {
+            let (_, h_kv, n, width) = last.dims4()?;
+            let rows = if self.detached { last.detach() } else { last.clone() };
+            let each = rows.to_dtype(self.dtype)?.broadcast_as((first.dim(0)?, h_kv, n, width))?;
+            Tensor::cat(&[&first.contiguous()?, &each.contiguous()?], 2)
         };
         Ok(KvFloats { k: joined(&stored.k, &appended.k)?, v: joined(&stored.v, &appended.v)? })
     }

@@ -244,18 +244,18 @@ impl MultiHeadAttention {
             bail!("[{OP}] keys and values are those of an earlier layer, expected a memory that it projects")
         };
         let heads = KeysAndValues { keys: self.key_heads(k, rotation.as_ref(), None)?, values: self.value_heads(v)? };
-        let KeysAndValues { keys: k, values: v } = self.with_appended_heads(heads)?;
+        let all = self.with_appended_heads(heads)?;
         // Contiguous heads, since every later call reads them.
-        Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
+        Ok(ProjectedMemory { k: all.keys.contiguous()?, v: all.values.contiguous()?, t_kv, batched })
     }
 }
 
 /// Returns key and value heads (B, H_kv, T, ..), followed by the same other heads (1, H_kv, n, ..) in each sequence.
 fn followed_by(heads: &KeysAndValues, others: &KeysAndValues) -> Result<KeysAndValues> {
-    let joined = |heads: &Tensor, others: &Tensor| {
-        let (_, h_kv, n, width) = others.dims4()?;
-        let others = others.broadcast_as((heads.dim(0)?, h_kv, n, width))?.contiguous()?;
-        Tensor::cat(&[&heads.contiguous()?, &others], 2)
+    let joined = |first: &Tensor, last: &Tensor| {
+        let (_, h_kv, n, width) = last.dims4()?;
+        let each = last.broadcast_as((first.dim(0)?, h_kv, n, width))?.contiguous()?;
+        Tensor::cat(&[&first.contiguous()?, &each], 2)
     };
     Ok(KeysAndValues { keys: joined(&heads.keys, &others.keys)?, values: joined(&heads.values, &others.values)? })
 }

@@ -91,9 +91,9 @@ fn with_layout_found(error: Error, layout: WeightLayout, reader: &ParameterReade
     }
     match readings(&reader.vb) {
         Ok(found) if !found.is_empty() => {
-            let found: Vec<_> = found.iter().map(|layout| format!("`{layout}`")).collect();
-            let found = found.join(" or ");
-            Error::msg(format!("{}; the weights there have the layout {found}, for `load`", root(&error)))
+            let quoted: Vec<_> = found.iter().map(|other| format!("`{other}`")).collect();
+            let names = quoted.join(" or ");
+            Error::msg(format!("{}; the weights there have the layout {names}, for `load`", root(&error)))
         }
         _ => match MODULES.iter().find(|module| has_weights(&reader.vb.pp(module))) {
             Some(module) => Error::msg(format!("{}; attention weights are in `vb.pp({module:?})`", root(&error))),
