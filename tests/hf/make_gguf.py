@@ -7,7 +7,7 @@ python tests/hf/make_gguf.py LLAMA_CPP --check          writes nothing; computes
 LLAMA_CPP is a folder of llama.cpp's source. Packages: `requirements_gguf.txt`, which says where to find the source.
 
 A model of transformers is saved, converted to a file in f32 by llama.cpp's converter, and llama.cpp's logits for that
-file are compared with those of transformers. Then `{case}.gguf` gets the file's metadata and its tensors of attention,
+file are compared with transformers' logits. Then `{case}.gguf` gets the file's metadata and its tensors of attention,
 without the vocabulary, of four or five layers, and `{case}.safetensors` gets `layer{i}.in` and `layer{i}.out` (1, T, E) of transformers. Weights
 are f16, which loses nothing: all random numbers are rounded to f16 first.
 """

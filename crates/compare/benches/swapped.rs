@@ -1,8 +1,8 @@
 //! A Mistral of candle-transformers, and the same model with its attention swapped for this crate's layer: `cargo bench
 //! -p candle-attention-compare --bench swapped -- --model after`. It prints the tokens/s of generation.
 //!
-//! The model has the sizes of SmolLM2-135M, the weights random. The logits of both models are compared before one is timed.
-//! `cargo bench --bench shared` can time it with busy neighbours.
+//! The model has the sizes of SmolLM2-135M, and random weights. The logits of both models are compared before one is
+//! timed. `cargo bench --bench shared` can time it with busy neighbours.
 
 use std::collections::HashMap;
 use std::time::Instant;

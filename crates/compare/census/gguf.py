@@ -24,7 +24,7 @@ PART = """
 column.
 
 For each architecture llama.cpp's own converter writes a tiny random model of transformers as a file, llama.cpp's logits
-for the file are compared with those of transformers, and a test compares each layer with the attention of transformers,
+for the file are compared with transformers' logits, and a test compares each layer with the attention of transformers,
 to 1e-5 of the largest number: `tests/hf/make_gguf.py` and `cargo test --test hf gguf`. Architectures in italics have no
 such file; their names and metadata are compared with a checkpoint's layers (`tests/hf/gguf.jsonl`).
 

@@ -94,13 +94,13 @@ pub(super) fn gemma4(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
     fields.insert("head_dim".into(), json!(width));
     let shared = metadata.size("attention.shared_kv_layers")?.unwrap_or(0);
     fields.insert("num_kv_shared_layers".into(), json!(shared));
-    let Some(has_window) = metadata.flags("attention.sliding_window_pattern")? else {
+    let Some(window_flags) = metadata.flags("attention.sliding_window_pattern")? else {
         return metadata.fail("the metadata has no attention.sliding_window_pattern");
     };
     let Some(key_heads) = metadata.per_layer("attention.head_count_kv")? else { return Ok(()) };
     let has =
         |part: &str, layer| metadata.content.tensor_infos.contains_key(&format!("blk.{layer}.attn_{part}.weight"));
-    for (layer, has_window) in has_window.into_iter().enumerate() {
+    for (layer, has_window) in window_flags.into_iter().enumerate() {
         if has_window {
             for name in ["num_key_value_heads", "num_kv_heads"] {
                 fields.insert(name.into(), json!(key_heads[layer]));

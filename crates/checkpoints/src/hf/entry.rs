@@ -391,7 +391,7 @@ impl<'a> Entry<'a> {
 }
 
 /// Refuses a number of key heads under a name that other models have, which transformers ignores: the config was
-/// written by hand. `kv_heads` is the number without the field.
+/// written out. `kv_heads` is the number without the field.
 fn refuse_other_key_heads(fields: &Fields, kv_heads: usize) -> Result<()> {
     for name in ["num_kv_heads", "n_kv_heads", "num_heads_kv", "n_head_kv", "num_key_value_head", "kv_heads"] {
         match fields.get(name) {

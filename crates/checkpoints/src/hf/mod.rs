@@ -61,7 +61,7 @@ pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Mult
     Entry::of(json)?.load(layer, vb)
 }
 
-/// Returns the layouts and the names of the modules that may have a layer's attention. Modules that the builder has come
+/// Returns layouts and names of the modules that may have a layer's attention. Modules that the builder has come
 /// first.
 pub(crate) fn attention_modules(json: &Value, layer: usize, vb: &VarBuilder) -> Result<Vec<(WeightLayout, String)>> {
     let modules = Entry::of(json)?.attention_modules(layer, vb)?;

@@ -90,8 +90,8 @@ impl Adapter {
     /// added up. A layer that the options exclude (`layers_to_transform`, `exclude_modules`, a regular expression) is
     /// returned without an adapter.
     ///
-    /// The rows of the projections have to be in the order of the model that the adapter was trained on; those of GGUF
-    /// files of Llama are in another order.
+    /// The rows of the projections have to be in the order of the model that the adapter was trained on. GGUF files of
+    /// Llama have another order.
     ///
     /// # Errors
     /// For a missing or misshapen tensor, named with both shapes; for `target_modules` none of which is in the layout;

@@ -53,7 +53,7 @@ impl ModuleWeight {
     }
 }
 
-/// Logs a warning, once in a process, if the file has an adapter of PEFT for the module of a weight: the weight alone is
+/// Logs a warning, once in a process, if the file has a PEFT adapter for the module of a weight: the weight alone is
 /// loaded.
 pub(crate) fn warn_of_adapter(stored: &str, reader: &ParameterReader) {
     static LOGGED: Once = Once::new();

@@ -7,7 +7,7 @@ use candle_core::{Tensor, Var};
 /// The argument of a builder that takes a `&T`, or an `Option` of it for a call that may lack it: a mask, a tensor or
 /// lengths.
 ///
-/// Pointers to a `T`, variables in the place of tensors, and vectors and arrays in the place of slices are taken as
+/// Pointers to a `T`, variables for tensors, and vectors and arrays for slices are taken as
 /// well, as a parameter of type `&T` would.
 ///
 /// ```
