@@ -123,8 +123,8 @@ fn gguf_configs_of_hybrids_are_those_of_the_first_layer_of_a_kind() -> Result<()
         assert_eq!(kinds, [true, false], "{name}");
         let wrong = gguf::load_attention(&content, &mut reader, linear, &CPU).expect_err("linear attention");
         assert!(wrong.to_string().contains("load_linear_attention"), "{name}: {wrong}");
-        let wrong = gguf::load_linear_attention(&content, &mut reader, full, &CPU).expect_err("softmax attention");
-        assert!(wrong.to_string().contains("load_attention"), "{name}: {wrong}");
+        let softmax = gguf::load_linear_attention(&content, &mut reader, full, &CPU).expect_err("softmax attention");
+        assert!(softmax.to_string().contains("load_attention"), "{name}: {softmax}");
     }
     Ok(())
 }
@@ -231,7 +231,7 @@ fn gguf_tensors_that_latent_or_linear_layers_cannot_use_are_named() -> Result<()
     let error = gguf::hf_config(&growing.open()?.0).expect_err("a remainder").to_string();
     assert!(error.contains("ssm.inner_size is 510, expected a multiple of ssm.time_step_rank, 4"), "{error}");
     biased.set("deepseek2.rope.dimension_count", Value::U32(288));
-    let error = gguf::hf_config(&biased.open()?.0).expect_err("no width without positions").to_string();
-    assert!(error.contains("keys are 288 wide, expected more than rope.dimension_count, 288"), "{error}");
+    let biased_error = gguf::hf_config(&biased.open()?.0).expect_err("no width without positions").to_string();
+    assert!(biased_error.contains("keys are 288 wide, expected more than rope.dimension_count, 288"), "{biased_error}");
     Ok(())
 }

@@ -259,13 +259,13 @@ mod tests {
         let mask = AttentionMask::causal().with_new_tokens(&new, 1, call, &Device::Cpu)?;
         assert_eq!(rows(&mask, (1, 4, 6))?, ["111000", "111100", "111010", "111101"]);
         // A window of 3 keys by depth: token 3 is at position 4, and attends to the positions 2, 3 and 4.
-        let mask = AttentionMask::causal().with_window(3).with_new_tokens(&new, 1, call, &Device::Cpu)?;
-        assert_eq!(rows(&mask, (1, 4, 6))?, ["111000", "011100", "011010", "001101"]);
-        let mask = AttentionMask::causal().with_window(2).with_new_tokens(&new, 1, call, &Device::Cpu)?;
-        assert_eq!(rows(&mask, (1, 4, 6))?, ["011000", "001100", "001010", "000101"]);
+        let windowed = AttentionMask::causal().with_window(3).with_new_tokens(&new, 1, call, &Device::Cpu)?;
+        assert_eq!(rows(&windowed, (1, 4, 6))?, ["111000", "011100", "011010", "001101"]);
+        let narrow = AttentionMask::causal().with_window(2).with_new_tokens(&new, 1, call, &Device::Cpu)?;
+        assert_eq!(rows(&narrow, (1, 4, 6))?, ["011000", "001100", "001010", "000101"]);
         // Chunks of 3 positions: 0 to 2, and from 3 on.
-        let mask = AttentionMask::causal().with_chunk(3).with_new_tokens(&new, 1, call, &Device::Cpu)?;
-        assert_eq!(rows(&mask, (1, 4, 6))?, ["111000", "000100", "000010", "000101"]);
+        let chunked = AttentionMask::causal().with_chunk(3).with_new_tokens(&new, 1, call, &Device::Cpu)?;
+        assert_eq!(rows(&chunked, (1, 4, 6))?, ["111000", "000100", "000010", "000101"]);
         Ok(())
     }
 
