@@ -109,17 +109,15 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     }
     // A learned key, a key of zeros and the learned keys of each head follow the others, without a norm or a position.
     let of_pytorch = usize::from(cfg.bias_kv()) + usize::from(cfg.add_zero_attn());
-    let more = of_pytorch + cfg.num_mem_kv();
+    let count = cfg.num_mem_kv();
+    let more = of_pytorch + count;
     let append = |xs: &Array, name: &str, name_by_heads: &str| {
         let width = xs.width() / h_kv;
         let all = Array::each([1, b, t_kv + more, xs.width()], |[_, b, j, n]| match j.checked_sub(t_kv) {
             None => xs.at([0, b, j, n]),
             Some(0) if cfg.bias_kv() => parameters[name].data[n],
             Some(row) if row < of_pytorch => 0.0,
-            Some(row) => {
-                let row_of_head = n / width * cfg.num_mem_kv() + row - of_pytorch;
-                parameters[name_by_heads].data[row_of_head * width + n % width]
-            }
+            Some(row) => parameters[name_by_heads].data[(n / width * count + row - of_pytorch) * width + n % width],
         });
         Array::of(&[b, t_kv + more, xs.width()], all.data)
     };
