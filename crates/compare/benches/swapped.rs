@@ -183,12 +183,20 @@ struct Layer {
     attention: MultiHeadAttention,
     cache: AttentionCache,
     mlp_norm: RmsNorm,
-    mlp: Mlp,
+    mlp: Box<dyn Module>,
 }
 
-enum Mlp {
-    Plain { gate: Linear, up: Linear, down: Linear },
-    Packed { gated: PackedGatedLinear, down: PackedLinear },
+/// The MLP as in candle-transformers.
+struct Mlp {
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+/// The MLP with packed products.
+struct PackedMlp {
+    gated: PackedGatedLinear,
+    down: PackedLinear,
 }
 
 impl Swapped {
@@ -206,7 +214,7 @@ impl Swapped {
                 attention: MultiHeadAttention::new(&config, layer.pp("self_attn"))?,
                 cache: AttentionCache::default(),
                 mlp_norm: rms_norm(EMBED_DIM, EPSILON, layer.pp("post_attention_layernorm"))?,
-                mlp: Mlp::load(is_packed, layer.pp("mlp"))?,
+                mlp: load_mlp(is_packed, layer.pp("mlp"))?,
             });
         }
         let head: Box<dyn Module> = if is_packed {
@@ -234,26 +242,31 @@ impl Swapped {
     }
 }
 
-impl Mlp {
-    fn load(is_packed: bool, vb: VarBuilder) -> Result<Self> {
-        let [gate, up, down] = ["gate_proj", "up_proj", "down_proj"].map(|name| vb.pp(name));
-        if !is_packed {
-            return Ok(Self::Plain {
-                gate: linear_no_bias(EMBED_DIM, INNER, gate)?,
-                up: linear_no_bias(EMBED_DIM, INNER, up)?,
-                down: linear_no_bias(INNER, EMBED_DIM, down)?,
-            });
-        }
-        let gate = packed_linear_no_bias(EMBED_DIM, INNER, gate)?;
-        let up = packed_linear_no_bias(EMBED_DIM, INNER, up)?;
-        let gated = PackedGatedLinear::new(gate, up, Activation::Silu)?;
-        Ok(Self::Packed { gated, down: packed_linear_no_bias(INNER, EMBED_DIM, down)? })
+fn load_mlp(is_packed: bool, vb: VarBuilder) -> Result<Box<dyn Module>> {
+    let [gate, up, down] = ["gate_proj", "up_proj", "down_proj"].map(|name| vb.pp(name));
+    if is_packed {
+        let packed_gate = packed_linear_no_bias(EMBED_DIM, INNER, gate)?;
+        let packed_up = packed_linear_no_bias(EMBED_DIM, INNER, up)?;
+        return Ok(Box::new(PackedMlp {
+            gated: PackedGatedLinear::new(packed_gate, packed_up, Activation::Silu)?,
+            down: packed_linear_no_bias(INNER, EMBED_DIM, down)?,
+        }));
     }
+    Ok(Box::new(Mlp {
+        gate: linear_no_bias(EMBED_DIM, INNER, gate)?,
+        up: linear_no_bias(EMBED_DIM, INNER, up)?,
+        down: linear_no_bias(INNER, EMBED_DIM, down)?,
+    }))
+}
 
+impl Module for Mlp {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        match self {
-            Self::Plain { gate, up, down } => down.forward(&(gate.forward(xs)?.silu()? * up.forward(xs)?)?),
-            Self::Packed { gated, down } => down.forward(&gated.forward(xs)?),
-        }
+        self.down.forward(&(self.gate.forward(xs)?.silu()? * self.up.forward(xs)?)?)
+    }
+}
+
+impl Module for PackedMlp {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.down.forward(&self.gated.forward(xs)?)
     }
 }
