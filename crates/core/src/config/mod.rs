@@ -47,7 +47,8 @@ const OP: &str = "multi_head_attention";
 /// ```
 ///
 /// An unknown name is an error that says which option has the nearest one.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(remote = "Self", deny_unknown_fields)]
 #[must_use]
 pub struct MultiHeadAttentionConfig {
     embed_dim: usize,
@@ -58,14 +59,23 @@ pub struct MultiHeadAttentionConfig {
     out_dim: Option<usize>,
     kdim: Option<usize>,
     vdim: Option<usize>,
+    #[serde(default)]
     q_bias: bool,
+    #[serde(default)]
     k_bias: bool,
+    #[serde(default)]
     v_bias: bool,
+    #[serde(default)]
     out_bias: bool,
+    #[serde(default = "has_out_proj")]
     out_proj: bool,
+    #[serde(default)]
     bias_kv: bool,
+    #[serde(default)]
     num_mem_kv: usize,
+    #[serde(default)]
     add_zero_attn: bool,
+    #[serde(default)]
     causal: bool,
     context_length: Option<usize>,
     window: Option<usize>,
@@ -74,9 +84,11 @@ pub struct MultiHeadAttentionConfig {
     clip_qkv: Option<f64>,
     softcap: Option<f64>,
     scale: Option<f64>,
+    #[serde(default)]
     sinks: bool,
     qk_norm: Option<QkNorm>,
     rope: Option<RopeConfig>,
+    #[serde(default)]
     norm_after_rope: bool,
     value_norm: Option<f64>,
     attention_temperature: Option<AttentionTemperature>,
@@ -85,8 +97,15 @@ pub struct MultiHeadAttentionConfig {
     content_positions: Option<ContentPositions>,
     output_gate: Option<OutputGate>,
     output_norm: Option<OutputNorm>,
+    #[serde(default)]
     kv_sharing: KvSharing,
+    #[serde(default)]
     dropout: f64,
+}
+
+/// Returns the default of [`MultiHeadAttentionConfig::out_proj`].
+fn has_out_proj() -> bool {
+    true
 }
 
 /// A window on both sides of a query: it attends to the keys from `left` before its own position to `right` after it.

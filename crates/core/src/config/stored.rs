@@ -1,78 +1,22 @@
 //! The deserialisation of a config, with an error that says which option has the name nearest to an unknown one.
 
 use serde::de::Error;
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::{KvSharing, LocalWindow, MultiHeadAttentionConfig};
-use crate::position::{AlibiConfig, AttentionTemperature, ContentPositions, RelativeBiasConfig, RopeConfig};
+use super::MultiHeadAttentionConfig;
 use candle_attention_modules::base::{edits, nearest};
-use candle_attention_modules::gate::OutputGate;
-use candle_attention_modules::norm::{OutputNorm, QkNorm};
 
-/// The fields of a stored config. The compiler checks that [`MultiHeadAttentionConfig`] has the same.
-#[derive(Deserialize)]
-#[serde(remote = "MultiHeadAttentionConfig", deny_unknown_fields)]
-struct StoredConfig {
-    embed_dim: usize,
-    num_heads: usize,
-    num_kv_heads: Option<usize>,
-    head_dim: Option<usize>,
-    value_head_dim: Option<usize>,
-    out_dim: Option<usize>,
-    kdim: Option<usize>,
-    vdim: Option<usize>,
-    #[serde(default)]
-    q_bias: bool,
-    #[serde(default)]
-    k_bias: bool,
-    #[serde(default)]
-    v_bias: bool,
-    #[serde(default)]
-    out_bias: bool,
-    #[serde(default = "has_out_proj")]
-    out_proj: bool,
-    #[serde(default)]
-    bias_kv: bool,
-    #[serde(default)]
-    num_mem_kv: usize,
-    #[serde(default)]
-    add_zero_attn: bool,
-    #[serde(default)]
-    causal: bool,
-    context_length: Option<usize>,
-    window: Option<usize>,
-    local_window: Option<LocalWindow>,
-    chunk: Option<usize>,
-    clip_qkv: Option<f64>,
-    softcap: Option<f64>,
-    scale: Option<f64>,
-    #[serde(default)]
-    sinks: bool,
-    qk_norm: Option<QkNorm>,
-    rope: Option<RopeConfig>,
-    #[serde(default)]
-    norm_after_rope: bool,
-    value_norm: Option<f64>,
-    attention_temperature: Option<AttentionTemperature>,
-    alibi: Option<AlibiConfig>,
-    relative_bias: Option<RelativeBiasConfig>,
-    content_positions: Option<ContentPositions>,
-    output_gate: Option<OutputGate>,
-    output_norm: Option<OutputNorm>,
-    #[serde(default)]
-    kv_sharing: KvSharing,
-    #[serde(default)]
-    dropout: f64,
-}
+// The derived functions are `MultiHeadAttentionConfig::serialize` and `deserialize`, because of `remote = "Self"`.
 
-/// Returns the default of [`MultiHeadAttentionConfig::out_proj`].
-fn has_out_proj() -> bool {
-    true
+impl Serialize for MultiHeadAttentionConfig {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Self::serialize(self, serializer)
+    }
 }
 
 impl<'de> Deserialize<'de> for MultiHeadAttentionConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        StoredConfig::deserialize(deserializer).map_err(|error| match with_nearest(&error.to_string()) {
+        Self::deserialize(deserializer).map_err(|error| match with_nearest(&error.to_string()) {
             Some(text) => D::Error::custom(text),
             None => error,
         })
