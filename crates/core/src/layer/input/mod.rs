@@ -1,44 +1,19 @@
 //! The inputs and options of one call of a layer.
 
+mod resolved;
+
 use std::fmt;
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::Tensor;
 
 use super::memory::ProjectedMemory;
-use crate::cache::{AttentionCache, NewTokens};
-use crate::mask::{AttentionMask, NewTokenMask, TokenTree};
-use crate::sdpa::{AttentionFunction, Backend, OutputLayout, PackedSequences, SdpaOptions};
+use crate::cache::AttentionCache;
+use crate::mask::{AttentionMask, TokenTree};
+use crate::sdpa::{AttentionFunction, Backend, PackedSequences};
 use candle_attention_modules::base::OptionalRef;
 use candle_attention_modules::init::TorchSeed;
 use candle_attention_modules::norm::AllReduce;
-
-/// The source of the keys and values of a call.
-#[derive(Clone, Copy)]
-pub(super) enum KeysFrom<'a> {
-    /// The inputs of the queries.
-    Own,
-    /// Inputs of keys and of values.
-    Cross { keys: &'a Tensor, values: &'a Tensor },
-    /// Keys and values that were projected before.
-    Memory(&'a ProjectedMemory),
-    /// The cache's keys and values, and the inputs of the queries after them.
-    Cache(&'a AttentionCache),
-    /// The keys and values in an earlier layer's cache.
-    EarlierLayer(&'a AttentionCache),
-}
-
-impl KeysFrom<'_> {
-    /// Returns the name of the source in errors.
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Own => "the queries",
-            Self::Cross { .. } => "keys and values",
-            Self::Memory(_) => "a memory",
-            Self::Cache(_) => "a cache",
-            Self::EarlierLayer(_) => "the cache of an earlier layer",
-        }
-    }
-}
+pub(super) use resolved::KeysFrom;
 
 /// The inputs and options of one forward call. A `&Tensor` converts into self-attention over it.
 ///
@@ -46,26 +21,26 @@ impl KeysFrom<'_> {
 /// so that a `&mut AttentionCache` stays usable after the call.
 #[must_use]
 pub struct AttentionInput<'a> {
-    pub(super) queries: &'a Tensor,
+    pub(in crate::layer) queries: &'a Tensor,
     key_value: Option<KeyValueInputs<'a>>,
-    pub(super) memory: Option<&'a ProjectedMemory>,
+    pub(in crate::layer) memory: Option<&'a ProjectedMemory>,
     mask: Option<&'a AttentionMask>,
-    pub(super) positions: Option<&'a Tensor>,
-    pub(super) key_positions: Option<&'a Tensor>,
-    pub(super) axis_positions: Option<&'a Tensor>,
-    pub(super) train: bool,
+    pub(in crate::layer) positions: Option<&'a Tensor>,
+    pub(in crate::layer) key_positions: Option<&'a Tensor>,
+    pub(in crate::layer) axis_positions: Option<&'a Tensor>,
+    pub(in crate::layer) train: bool,
     dropout_seed: Option<&'a TorchSeed>,
-    pub(super) cache: Option<&'a mut AttentionCache>,
+    pub(in crate::layer) cache: Option<&'a mut AttentionCache>,
     shared_cache: Option<&'a AttentionCache>,
-    pub(super) valid_lens: Option<&'a [usize]>,
-    pub(super) starts: Option<&'a [usize]>,
+    pub(in crate::layer) valid_lens: Option<&'a [usize]>,
+    pub(in crate::layer) starts: Option<&'a [usize]>,
     /// One tree for all sequences, or one for each.
     trees: Option<&'a [TokenTree]>,
     new_token_mask: Option<&'a Tensor>,
-    pub(super) packed: Option<&'a PackedSequences>,
-    pub(super) residual: Option<&'a Tensor>,
-    pub(super) all_reduce: Option<&'a AllReduce<'a>>,
-    pub(super) function: Option<&'a AttentionFunction<'a>>,
+    pub(in crate::layer) packed: Option<&'a PackedSequences>,
+    pub(in crate::layer) residual: Option<&'a Tensor>,
+    pub(in crate::layer) all_reduce: Option<&'a AllReduce<'a>>,
+    pub(in crate::layer) function: Option<&'a AttentionFunction<'a>>,
     backend: Backend,
 }
 
@@ -377,130 +352,6 @@ impl<'a> AttentionInput<'a> {
     pub fn with_backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
         self
-    }
-
-    /// Returns the source of the call's keys and values.
-    ///
-    /// # Errors
-    /// If the caller passed two sources.
-    pub(super) fn keys_from(&self, op: &str) -> Result<KeysFrom<'_>> {
-        let mut sources = Vec::new();
-        if let Some(memory) = self.memory {
-            sources.push(KeysFrom::Memory(memory));
-        }
-        if let Some(KeyValueInputs { keys, values }) = self.key_value {
-            sources.push(KeysFrom::Cross { keys, values });
-        }
-        if let Some(cache) = self.cache.as_deref() {
-            sources.push(KeysFrom::Cache(cache));
-        }
-        if let Some(cache) = self.shared_cache {
-            sources.push(KeysFrom::EarlierLayer(cache));
-        }
-        match sources[..] {
-            [] => Ok(KeysFrom::Own),
-            [source] => Ok(source),
-            [one, other, ..] => {
-                bail!("[{op}] both {} and {} were given, expected one of the two", one.name(), other.name())
-            }
-        }
-    }
-
-    /// Returns whether keys and values come from other inputs than the queries.
-    pub(super) fn is_cross(&self) -> bool {
-        self.memory.is_some() || self.key_value.is_some()
-    }
-
-    /// Returns the layer's own cache, or an earlier layer's.
-    pub(super) fn any_cache(&self) -> Option<&AttentionCache> {
-        self.cache.as_deref().or(self.shared_cache)
-    }
-
-    /// Returns the first input that content-based positions do not support, for an error.
-    pub(super) fn unsupported_by_content_positions(&self) -> Option<&'static str> {
-        if self.is_cross() {
-            return Some("keys of others");
-        }
-        if self.any_cache().is_some() {
-            return Some("earlier tokens");
-        }
-        if self.packed.is_some() {
-            return Some("packed sequences");
-        }
-        if self.positions.is_some() {
-            return Some("positions");
-        }
-        if self.has_tree() {
-            return Some("a tree");
-        }
-        self.function.is_some().then_some("other functions")
-    }
-
-    /// Returns the mask of the call, without the layer's own.
-    pub(super) fn mask(&self) -> Option<&'a AttentionMask> {
-        self.mask
-    }
-
-    /// Returns the layer's mask combined with the call's, whose prefix lifts the layer's causal constraint.
-    pub(super) fn mask_with(&self, layer_mask: &AttentionMask) -> AttentionMask {
-        match self.mask {
-            Some(mask) => layer_mask.with_prefixes_of(mask).and(mask),
-            None => layer_mask.clone(),
-        }
-    }
-
-    /// Returns whether the tokens of the call are the nodes of trees.
-    pub(super) fn has_tree(&self) -> bool {
-        self.trees.is_some()
-    }
-
-    /// Returns the mask of the layer and of the call together, for `b` sequences on a device.
-    ///
-    /// # Errors
-    /// For a mask that does not fit in memory.
-    pub(super) fn whole_mask(
-        &self,
-        layer_mask: &AttentionMask,
-        tokens: &NewTokens,
-        b: usize,
-        device: &Device,
-    ) -> Result<AttentionMask> {
-        let mask = self.mask_with(layer_mask);
-        match &tokens.new_token_mask {
-            Some(new) => mask.with_new_tokens(new, b, tokens.of_mask(), device),
-            None => Ok(mask),
-        }
-    }
-
-    /// Returns the mask among the new tokens of a call of `b` sequences, if it has one.
-    ///
-    /// # Errors
-    /// For a tree or a mask that does not fit the call, for both, and for keys of other inputs or packed sequences.
-    pub(super) fn new_token_mask(&self, op: &str, tokens: &NewTokens, b: usize) -> Result<Option<NewTokenMask>> {
-        let mask = match (self.trees, self.new_token_mask) {
-            (None, None) => return Ok(None),
-            (Some(_), Some(_)) => {
-                bail!("[{op}] both a tree and a mask of the new tokens were given, expected one of the two")
-            }
-            (Some(trees), None) => NewTokenMask::of_trees(trees, b, tokens.of_mask())?,
-            (None, Some(mask)) => NewTokenMask::from_tensor(mask, b, tokens.of_mask())?,
-        };
-        if self.is_cross() || self.packed.is_some() {
-            bail!(
-                "[{op}] a mask of the new tokens was given with keys of other inputs or packed sequences, expected \
-                 self-attention"
-            )
-        }
-        Ok(Some(mask))
-    }
-
-    /// Returns the options of attention that the call sets, for a layer with this probability of dropout.
-    pub(super) fn options(&self, dropout: f64) -> SdpaOptions {
-        SdpaOptions::default()
-            .with_dropout(dropout, self.train)
-            .with_dropout_seed(self.dropout_seed)
-            .with_backend(self.backend)
-            .with_output_layout(OutputLayout::Bthd)
     }
 }
 
