@@ -338,6 +338,17 @@ fn meaning(kind: Kind, name: &str, value: &Value) -> Option<f64> {
 }
 
 #[test]
+fn gguf_block_count_that_is_too_large_is_named() -> Result<()> {
+    for architecture in gguf::architectures() {
+        let mut file = file(architecture);
+        file.set(&format!("{architecture}.block_count"), Value::U64(u64::MAX));
+        let error = gguf::hf_config(&file.open()?.0).expect_err(architecture).to_string();
+        assert!(error.contains("block_count is 18446744073709551615, expected at most 65536"), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
 fn gguf_metadata_of_every_type_are_read_or_their_key_is_named() {
     for_all(4000, (0..KEYS.len(), value()), |(key, value)| {
         let key = &KEYS[key];

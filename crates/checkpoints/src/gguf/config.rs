@@ -116,7 +116,7 @@ impl Metadata<'_> {
         let Some(full_layer) = self.architecture.window_pattern else {
             return self.expected(WINDOW_PATTERN, found, "none, since the layers of this architecture are alike");
         };
-        let layers = self.num_listed_layers()?;
+        let layers = self.num_layers()?;
         let expected = "whether each layer has a window, or after how many layers one has none";
         let has_window: Vec<bool> = match found {
             Value::Array(list) => list.iter().map(is_set).collect::<Option<_>>().unwrap_or_default(),

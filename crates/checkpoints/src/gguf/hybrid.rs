@@ -76,7 +76,7 @@ pub(super) fn qwen3_next(metadata: &Metadata, fields: &mut Fields) -> Result<()>
     let interval = metadata.count("full_attention_interval")?.unwrap_or(4);
     let is_linear = match metadata.flags("attention.recurrent_layers")? {
         Some(flags) => flags,
-        None => (0..metadata.num_listed_layers()?).map(|layer| !(layer + 1).is_multiple_of(interval)).collect(),
+        None => (0..metadata.num_layers()?).map(|layer| !(layer + 1).is_multiple_of(interval)).collect(),
     };
     let kind = |linear: bool| if linear { "linear_attention" } else { "full_attention" };
     let kinds: Vec<_> = is_linear.into_iter().take(metadata.num_hidden_layers()?).map(kind).collect();

@@ -130,7 +130,7 @@ impl Metadata<'_> {
 
     /// Reads a whole number for each layer, or one for all.
     pub fn per_layer(&self, key: &str) -> Result<Option<Vec<usize>>> {
-        let layers = self.num_listed_layers()?;
+        let layers = self.num_layers()?;
         match self.get(key) {
             None => Ok(None),
             Some(found @ Value::Array(list)) => match list.iter().map(whole).collect::<Option<Vec<_>>>() {
@@ -226,22 +226,15 @@ impl Metadata<'_> {
         }
     }
 
-    /// Reads the number of layers of the file, for a list with an entry for each.
-    pub fn num_listed_layers(&self) -> Result<usize> {
-        const MOST: usize = 65_536;
-        match self.num_layers()? {
-            layers @ ..=MOST => Ok(layers),
-            layers => self.fail(format!("block_count is {layers}, expected at most {MOST}")),
-        }
-    }
-
-    /// Reads the number of layers of the file.
+    /// Reads the number of layers of the file. It is bounded, since configs have lists with an entry for each layer.
     pub fn num_layers(&self) -> Result<usize> {
+        const MOST: usize = 65_536;
         let key = "block_count";
         match self.get(key) {
             None => self.fail(format!("the metadata has no {key}")),
             Some(found) => match whole(found) {
-                Some(layers @ 1..) => Ok(layers),
+                Some(layers @ 1..=MOST) => Ok(layers),
+                Some(layers @ 1..) => self.fail(format!("{key} is {layers}, expected at most {MOST}")),
                 _ => self.expected(key, found, "a whole number of at least 1"),
             },
         }
