@@ -179,16 +179,9 @@ impl Metadata<'_> {
         if self.architecture.heads_by_layer {
             return Ok(self.per_layer(KEY_HEADS)?.and_then(|heads| heads.first().copied()));
         }
-        let Some(found @ Value::Array(_)) = self.get(KEY_HEADS).filter(|_| self.architecture.is_hybrid) else {
-            return self.count(KEY_HEADS);
-        };
-        let Some(numbers) = self.per_layer(KEY_HEADS)? else { return Ok(None) };
-        let mut with_heads = numbers.iter().copied().filter(|&heads| heads > 0);
-        match with_heads.next() {
-            Some(first) if with_heads.all(|heads| heads == first) => Ok(Some(first)),
-            _ => {
-                self.expected(KEY_HEADS, found, "a whole number of at least 1, the same for all layers with attention")
-            }
+        match (self.size_of_part(KEY_HEADS)?, self.get(KEY_HEADS)) {
+            (None | Some(0), Some(found)) => self.expected(KEY_HEADS, found, "a whole number of at least 1"),
+            (heads, _) => Ok(heads),
         }
     }
 
