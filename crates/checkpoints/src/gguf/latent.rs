@@ -5,6 +5,7 @@ use std::io::{Read, Seek};
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
+use serde_json::Value;
 
 use super::file::{File, Weight};
 use super::layer::{LayerNames, Place};
@@ -14,10 +15,14 @@ use candle_attention_core::internal::{LatentProjections, ProjectionShape};
 use candle_attention_core::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
 use candle_attention_modules::linear::PackedLinear;
 
-/// Returns the config of a layer, without the factors of rotary frequencies that are tensors.
-pub(super) fn latent_config(metadata: &Metadata, layer: usize) -> Result<MultiHeadLatentAttentionConfig> {
-    let config = metadata.config()?;
-    let cfg = hf::latent_attention_config(&config, layer).map_err(|error| metadata.explain(&error))?;
+/// Returns the config of a layer, without the factors of rotary frequencies that are tensors. `config` is that of the
+/// metadata.
+pub(super) fn latent_config(
+    metadata: &Metadata,
+    config: &Value,
+    layer: usize,
+) -> Result<MultiHeadLatentAttentionConfig> {
+    let cfg = hf::latent_attention_config(config, layer).map_err(|error| metadata.explain(&error))?;
     match metadata.scale()? {
         Some(scale) => Ok(cfg.with_scale(scale)),
         None => Ok(cfg),

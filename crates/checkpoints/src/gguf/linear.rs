@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
+use serde_json::Value;
 
 use super::file::{File, FusedWeight, LinearShard, Weight};
 use super::metadata::Metadata;
@@ -17,9 +18,9 @@ use candle_attention_modules::base::QueryHeadOrder;
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::linear::{Outputs, PackedLinear, PackedProjection};
 
-/// Returns the config of a layer.
-pub(super) fn linear_config(metadata: &Metadata, layer: usize) -> Result<GatedDeltaNetConfig> {
-    hf::linear_attention_config(&metadata.config()?, layer).map_err(|error| metadata.explain(&error))
+/// Returns the config of a layer. `config` is that of the metadata.
+pub(super) fn linear_config(metadata: &Metadata, config: &Value, layer: usize) -> Result<GatedDeltaNetConfig> {
+    hf::linear_attention_config(config, layer).map_err(|error| metadata.explain(&error))
 }
 
 /// The weights of one layer in a file.

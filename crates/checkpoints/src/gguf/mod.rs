@@ -85,7 +85,8 @@ pub fn hf_config(content: &Content) -> Result<Value> {
 /// frequencies of Llama 3.1 and Phi 3), which [`load_attention`] reads.
 pub fn attention_config(content: &Content) -> Result<MultiHeadAttentionConfig> {
     let metadata = metadata_of(content)?;
-    let cfg = first_config(&metadata, |layer| layer_config(&metadata, encoder_or_alone(content), layer))?;
+    let place = encoder_or_alone(content);
+    let cfg = first_config(&metadata, |config, layer| layer_config(&metadata, config, place, layer))?;
     refuse_rope_factors(content, "load_attention")?;
     cfg.validate().map_err(|error| metadata.explain(&error))?;
     Ok(cfg)
@@ -98,7 +99,7 @@ pub fn attention_config(content: &Content) -> Result<MultiHeadAttentionConfig> {
 /// As [`attention_config`], and for an architecture with another kind of attention.
 pub fn latent_attention_config(content: &Content) -> Result<MultiHeadLatentAttentionConfig> {
     let metadata = metadata_of(content)?;
-    let cfg = first_config(&metadata, |layer| latent_config(&metadata, layer))?;
+    let cfg = first_config(&metadata, |config, layer| latent_config(&metadata, config, layer))?;
     refuse_rope_factors(content, "load_latent_attention")?;
     Ok(cfg)
 }
@@ -109,7 +110,7 @@ pub fn latent_attention_config(content: &Content) -> Result<MultiHeadLatentAtten
 /// As [`attention_config`], and for an architecture without linear attention.
 pub fn linear_attention_config(content: &Content) -> Result<GatedDeltaNetConfig> {
     let metadata = metadata_of(content)?;
-    first_config(&metadata, |layer| linear_config(&metadata, layer))
+    first_config(&metadata, |config, layer| linear_config(&metadata, config, layer))
 }
 
 /// Returns whether a layer has linear attention by the gated delta rule, and is loaded by [`load_linear_attention`].
@@ -191,7 +192,7 @@ pub fn load_latent_attention<R: Read + Seek>(
 ) -> Result<MultiHeadLatentAttention> {
     let mut file = File { content, reader, device };
     let metadata = metadata_of(content)?;
-    let cfg = latent_config(&metadata, layer)?;
+    let cfg = latent_config(&metadata, &metadata.config()?, layer)?;
     let rope = rope_with_factors(&mut file, &metadata, cfg.rope())?;
     let cfg = cfg.with_rope(rope);
     cfg.validate().map_err(|error| metadata.explain(&error))?;
@@ -209,7 +210,8 @@ pub fn load_linear_attention<R: Read + Seek>(
     layer: usize,
     device: &Device,
 ) -> Result<GatedDeltaNet> {
-    let cfg = linear_config(&metadata_of(content)?, layer)?;
+    let metadata = metadata_of(content)?;
+    let cfg = linear_config(&metadata, &metadata.config()?, layer)?;
     DeltaNetWeights::new(&mut File { content, reader, device }, &cfg, layer).load()
 }
 
@@ -220,7 +222,7 @@ fn load<R: Read + Seek>(
     shard: HeadShard,
 ) -> Result<MultiHeadAttention> {
     let metadata = metadata_of(file.content)?;
-    let mut cfg = layer_config(&metadata, place, layer)?;
+    let mut cfg = layer_config(&metadata, &metadata.config()?, place, layer)?;
     let has_factors = cfg.window().is_none() || !metadata.architecture.factors_without_window;
     if let Some(rope) = cfg.rope().filter(|_| has_factors) {
         let rope = rope_with_factors(file, &metadata, rope)?;
@@ -241,12 +243,13 @@ fn encoder_or_alone(content: &Content) -> Place {
 }
 
 /// Returns the config of the first layer that has one.
-fn first_config<T>(metadata: &Metadata, config: impl Fn(usize) -> Result<T>) -> Result<T> {
-    let first = config(0);
+fn first_config<T>(metadata: &Metadata, layer_config: impl Fn(&Value, usize) -> Result<T>) -> Result<T> {
+    let config = metadata.config()?;
+    let first = layer_config(&config, 0);
     if first.is_ok() || !metadata.architecture.is_hybrid {
         return first;
     }
-    (1..metadata.num_hidden_layers()?).find_map(|layer| config(layer).ok()).map_or(first, Ok)
+    (1..metadata.num_hidden_layers()?).find_map(|layer| layer_config(&config, layer).ok()).map_or(first, Ok)
 }
 
 fn refuse_rope_factors(content: &Content, call: &str) -> Result<()> {
@@ -321,13 +324,13 @@ impl<R: Read + Seek + Send> SimpleBackend for Tensors<R> {
     }
 }
 
-/// Returns the config of a layer that the metadata, the architecture and the names of tensors tell.
-fn layer_config(metadata: &Metadata, place: Place, layer: usize) -> Result<MultiHeadAttentionConfig> {
-    let config = metadata.config()?;
+/// Returns the config of a layer that the metadata, the architecture and the names of tensors tell. `config` is that of
+/// the metadata.
+fn layer_config(metadata: &Metadata, config: &Value, place: Place, layer: usize) -> Result<MultiHeadAttentionConfig> {
     let cfg = match place {
-        Place::Alone | Place::Encoder => hf::attention_config(&config, layer),
-        Place::Decoder => hf::decoder_attention_config(&config, layer),
-        Place::Cross => hf::cross_attention_config(&config, layer),
+        Place::Alone | Place::Encoder => hf::attention_config(config, layer),
+        Place::Decoder => hf::decoder_attention_config(config, layer),
+        Place::Cross => hf::cross_attention_config(config, layer),
     };
     let cfg = cfg.map_err(|error| metadata.explain(&error))?;
     let names = LayerNames::new(place, layer);
