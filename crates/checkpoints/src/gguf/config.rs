@@ -4,7 +4,9 @@ use candle_core::quantized::gguf_file::Value;
 use candle_core::{Result, bail};
 use serde_json::json;
 
-use super::metadata::{ATTENTION_FACTOR, DEFAULT_BASE, Fields, Metadata, is_set, shown, whole};
+use super::metadata::{
+    ATTENTION_FACTOR, DEFAULT_BASE, Fields, Metadata, is_set, kinds_by_window, set_key_heads, shown, whole,
+};
 
 /// The tensor that divides rotary frequencies in calls of any length.
 pub(super) const ROPE_FREQS: &str = "rope_freqs.weight";
@@ -47,20 +49,16 @@ impl Metadata<'_> {
     }
 
     fn add_sizes(&self, fields: &mut Fields) -> Result<()> {
+        let num_heads = self.query_heads()?;
+        set_key_heads(fields, self.key_heads()?.unwrap_or(num_heads));
         let mut set = |name: &str, value: serde_json::Value| {
             fields.insert(name.into(), value);
         };
-        let num_heads = self.query_heads()?;
-        let num_kv_heads = self.key_heads()?.unwrap_or(num_heads);
         set("model_type", json!(self.architecture.model_type));
         set("num_hidden_layers", json!(self.num_hidden_layers()?));
         set("hidden_size", json!(self.required("embedding_length")?));
         set("num_attention_heads", json!(num_heads));
         set("head_dim", json!(self.count("attention.key_length")?));
-        for name in ["num_key_value_heads", "num_kv_heads"] {
-            set(name, json!(num_kv_heads));
-        }
-        set("multi_query", json!(num_kv_heads == 1));
         let has_qk_norm = self.content.tensor_infos.contains_key("blk.0.attn_q_norm.weight");
         for name in ["use_qk_norm", "qk_layernorm"] {
             set(name, json!(has_qk_norm));
@@ -128,8 +126,7 @@ impl Metadata<'_> {
         if has_window.len() != layers {
             return self.expected(WINDOW_PATTERN, found, expected);
         }
-        let kind = |is_sliding| if is_sliding { "sliding_attention" } else { "full_attention" };
-        fields.insert("layer_types".into(), has_window.into_iter().map(kind).collect());
+        fields.insert("layer_types".into(), kinds_by_window(has_window));
         Ok(())
     }
 

@@ -3,8 +3,8 @@
 use candle_core::Result;
 use serde_json::json;
 
-use super::hybrid::kinds_by_key_heads;
-use super::metadata::{DEFAULT_BASE, Fields, FullLayer, Metadata};
+use super::hybrid::{kinds_by_key_heads, scale_yarn};
+use super::metadata::{DEFAULT_BASE, Fields, FullLayer, Metadata, kinds_by_window, set_key_heads};
 
 /// The factor by which queries grow with their position.
 pub(super) const TEMPERATURE_SCALE: &str = "attention.temperature_scale";
@@ -12,13 +12,13 @@ pub(super) const TEMPERATURE_SCALE: &str = "attention.temperature_scale";
 /// Sets the kinds of layers of a family in which all but every fourth layer have a window, if the file has a window and
 /// does not tell the layers.
 pub(super) fn windows_of_four(metadata: &Metadata, fields: &mut Fields, full_layer: FullLayer) -> Result<()> {
-    let layers = metadata.num_layers()?;
+    let layers = 0..metadata.num_layers()?;
     if !has_window(metadata)? {
-        fields.insert("sliding_window".into(), json!(null));
-        fields.insert("layer_types".into(), json!(vec!["full_attention"; layers]));
-    } else if !fields.contains_key("layer_types") {
-        let kind = |layer| if full_layer.has_window(layer, 4) { "sliding_attention" } else { "full_attention" };
-        fields.insert("layer_types".into(), (0..layers).map(kind).collect());
+        fields.insert("layer_types".into(), kinds_by_window(layers.map(|_| false)));
+        return no_window(metadata, fields);
+    }
+    if !fields.contains_key("layer_types") {
+        fields.insert("layer_types".into(), kinds_by_window(layers.map(|layer| full_layer.has_window(layer, 4))));
     }
     Ok(())
 }
@@ -52,17 +52,21 @@ fn rope_by_kind_with(metadata: &Metadata, fields: &mut Fields, default_base: f64
     Ok(())
 }
 
+/// Reads the bound of queries, keys and values.
+fn bound(metadata: &Metadata) -> Result<Option<f64>> {
+    Ok(metadata.number("attention.clamp_kqv")?.filter(|&bound| bound > 0.0))
+}
+
 /// Sets the bound of queries, keys and values.
 pub(super) fn clip(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
-    let bound = metadata.number("attention.clamp_kqv")?.filter(|&bound| bound > 0.0);
-    fields.insert("clip_qkv".into(), json!(bound));
+    fields.insert("clip_qkv".into(), json!(bound(metadata)?));
     Ok(())
 }
 
 /// Sets DBRX's `attn_config`.
 pub(super) fn dbrx(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
-    let bound = metadata.number("attention.clamp_kqv")?.filter(|&bound| bound > 0.0);
-    fields.insert("attn_config".into(), json!({"kv_n_heads": fields["num_kv_heads"], "clip_qkv": bound}));
+    let attn_config = json!({"kv_n_heads": fields["num_kv_heads"], "clip_qkv": bound(metadata)?});
+    fields.insert("attn_config".into(), attn_config);
     Ok(())
 }
 
@@ -100,14 +104,12 @@ pub(super) fn gemma4(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
     let Some(key_heads) = metadata.per_layer("attention.head_count_kv")? else { return Ok(()) };
     let has =
         |part: &str, layer| metadata.content.tensor_infos.contains_key(&format!("blk.{layer}.attn_{part}.weight"));
-    for (layer, has_window) in window_flags.into_iter().enumerate() {
+    for (layer, (has_window, heads)) in window_flags.into_iter().zip(key_heads).enumerate() {
         if has_window {
-            for name in ["num_key_value_heads", "num_kv_heads"] {
-                fields.insert(name.into(), json!(key_heads[layer]));
-            }
+            set_key_heads(fields, heads);
             continue;
         }
-        fields.insert("num_global_key_value_heads".into(), json!(key_heads[layer]));
+        fields.insert("num_global_key_value_heads".into(), json!(heads));
         if has("k", layer) && !has("v", layer) {
             fields.insert("attention_k_eq_v".into(), json!(true));
         }
@@ -140,7 +142,7 @@ pub(super) fn llama4(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
     const EXPERTS_OF_MAVERICK: usize = 128;
     let layers = metadata.num_layers()?;
     if metadata.size("attention.sliding_window")? == Some(0) {
-        fields.insert("layer_types".into(), json!(vec!["full_attention"; layers]));
+        fields.insert("layer_types".into(), kinds_by_window(vec![false; layers]));
         fields.insert("no_rope_layers".into(), json!(vec![1; layers]));
     }
     fields.remove("sliding_window");
@@ -158,11 +160,7 @@ pub(super) fn mellum(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
 /// Sets the queries of Ministral 3 that grow with their position. Other Mistral models have none.
 pub(super) fn mistral3(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
     let beta = metadata.number(TEMPERATURE_SCALE)?.filter(|&beta| beta != 0.0);
-    if let Some(multiplier) = metadata.number(super::hybrid::YARN_LOG_MULTIPLIER)?.filter(|&number| number != 0.0) {
-        for name in ["mscale", "mscale_all_dim"] {
-            fields["rope_parameters"][name] = json!(multiplier);
-        }
-    }
+    scale_yarn(metadata, fields, |multiplier| multiplier)?;
     if beta.is_none() {
         fields.insert("model_type".into(), json!("mistral"));
         fields.entry("sliding_window").or_insert(json!(null));

@@ -3,7 +3,7 @@
 use candle_core::Result;
 use serde_json::{Value, json};
 
-use super::metadata::{Fields, Metadata};
+use super::metadata::{Fields, Metadata, set_key_heads};
 
 /// 0.1 times the factor by which YaRN corrects the scale of the scores.
 pub(super) const YARN_LOG_MULTIPLIER: &str = "rope.scaling.yarn_log_multiplier";
@@ -127,17 +127,17 @@ pub(super) fn latent(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
     fields.insert("v_head_dim".into(), json!(value_width));
     fields.insert("kv_lora_rank".into(), json!(metadata.required("attention.kv_lora_rank")?));
     fields.insert("q_lora_rank".into(), json!(metadata.count("attention.q_lora_rank")?));
-    let heads = fields["num_attention_heads"].clone();
-    for name in ["num_key_value_heads", "num_kv_heads"] {
-        fields.insert(name.into(), heads.clone());
-    }
-    fields.insert("multi_query".into(), json!(false));
+    set_key_heads(fields, metadata.query_heads()?);
     fields.insert("head_dim".into(), Value::Null);
-    // DeepSeek's configs have two factors, which are equal; the metadata have one.
+    scale_yarn(metadata, fields, |multiplier| (multiplier * 1e7).round() / 1e6)
+}
+
+/// Sets the factors by which YaRN corrects the scale of the scores, from the number in the metadata. Configs have two,
+/// which are equal.
+pub(super) fn scale_yarn(metadata: &Metadata, fields: &mut Fields, factor: impl Fn(f64) -> f64) -> Result<()> {
     if let Some(multiplier) = metadata.number(YARN_LOG_MULTIPLIER)?.filter(|&multiplier| multiplier != 0.0) {
-        let factor = (multiplier * 1e7).round() / 1e6;
         for name in ["mscale", "mscale_all_dim"] {
-            fields["rope_parameters"][name] = json!(factor);
+            fields["rope_parameters"][name] = json!(factor(multiplier));
         }
     }
     Ok(())

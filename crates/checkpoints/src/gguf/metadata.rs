@@ -49,6 +49,20 @@ impl FullLayer {
     }
 }
 
+/// Returns the kinds of layers, as configs call them.
+pub(super) fn kinds_by_window(has_window: impl IntoIterator<Item = bool>) -> serde_json::Value {
+    let kind = |is_sliding| if is_sliding { "sliding_attention" } else { "full_attention" };
+    has_window.into_iter().map(kind).collect()
+}
+
+/// Sets a number of key heads, which has several names in configs.
+pub(super) fn set_key_heads(fields: &mut Fields, heads: usize) {
+    for name in ["num_key_value_heads", "num_kv_heads"] {
+        fields.insert(name.into(), heads.into());
+    }
+    fields.insert("multi_query".into(), (heads == 1).into());
+}
+
 /// The fields of a `config.json`.
 pub(super) type Fields = Map<String, serde_json::Value>;
 
