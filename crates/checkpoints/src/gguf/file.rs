@@ -45,7 +45,7 @@ impl<R: Read + Seek> File<'_, R> {
         let weight = self.shaped(&format!("{name}.weight"), &[shape.outputs, shape.inputs])?;
         let mut bias = None;
         if has_bias {
-            bias = Some(self.shaped(&format!("{name}.bias"), &[shape.outputs])?.dequantize(self.device)?);
+            bias = Some(self.numbers(&format!("{name}.bias"), &[shape.outputs])?);
         }
         Ok(Weight { weight, bias })
     }
@@ -59,6 +59,11 @@ impl<R: Read + Seek> File<'_, R> {
             Some(found) => bail!("[gguf] {weight} has shape {found:?}, expected (out, in)"),
             None => bail!("[gguf] {weight} is missing"),
         }
+    }
+
+    /// Reads a tensor of this shape, in f32.
+    pub fn numbers(&mut self, name: &str, shape: &[usize]) -> Result<Tensor> {
+        self.shaped(name, shape)?.dequantize(self.device)
     }
 
     /// Reads a tensor of this shape.

@@ -86,7 +86,7 @@ impl<'a, 'f, R: Read + Seek> LatentWeights<'a, 'f, R> {
     }
 
     fn norm(&mut self, part: &str, width: usize) -> Result<Tensor> {
-        self.file.shaped(&self.names.name(part), &[width])?.dequantize(self.file.device)
+        self.file.numbers(&self.names.name(part), &[width])
     }
 
     /// Reads the projection from latents to the keys and values of all heads, in f32: as one tensor, as older files
@@ -98,16 +98,14 @@ impl<'a, 'f, R: Read + Seek> LatentWeights<'a, 'f, R> {
         let rank = cfg.kv_lora_rank();
         let nope = cfg.nope_head_dim();
         let value = cfg.value_head_dim();
-        let device = self.file.device;
         let outputs = h * (nope + value);
         if !self.file.has(&self.names.name("k_b.weight")) {
             let together = self.weight("kv_b", outputs, rank)?.weight;
-            return PackedLinear::new(&together.dequantize(device)?, None);
+            return PackedLinear::new(&together.dequantize(self.file.device)?, None);
         }
-        let keys = self.file.shaped(&self.names.name("k_b.weight"), &[h, rank, nope])?;
-        let values = self.file.shaped(&self.names.name("v_b.weight"), &[h, value, rank])?;
-        let keys = keys.dequantize(device)?.transpose(1, 2)?.contiguous()?;
-        let rows = Tensor::cat(&[keys, values.dequantize(device)?], 1)?;
+        let keys = self.file.numbers(&self.names.name("k_b.weight"), &[h, rank, nope])?;
+        let values = self.file.numbers(&self.names.name("v_b.weight"), &[h, value, rank])?;
+        let rows = Tensor::cat(&[keys.transpose(1, 2)?.contiguous()?, values], 1)?;
         PackedLinear::new(&rows.reshape((outputs, rank))?, None)
     }
 }

@@ -81,7 +81,7 @@ impl<'a, 'f, R: Read + Seek> DeltaNetWeights<'a, 'f, R> {
     }
 
     fn tensor(&mut self, part: &str, shape: &[usize]) -> Result<Tensor> {
-        self.file.shaped(&self.name(part), shape)?.dequantize(self.file.device)
+        self.file.numbers(&self.name(part), shape)
     }
 
     /// Reads the projection from a compressed input of width `rank`, if there is a rank.

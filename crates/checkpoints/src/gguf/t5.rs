@@ -50,7 +50,7 @@ pub(super) fn load_relative_bias<R: Read + Seek>(
     let Some(buckets) = cfg.relative_bias() else { return Ok(None) };
     let own = LayerNames::new(place, layer).name("rel_b.weight");
     let name = if file.has(&own) { own } else { LayerNames::new(place, 0).name("rel_b.weight") };
-    let weight = file.shaped(&name, &[buckets.num_buckets(), cfg.num_heads()])?.dequantize(file.device)?;
+    let weight = file.numbers(&name, &[buckets.num_buckets(), cfg.num_heads()])?;
     let tensors = HashMap::from([("relative_attention_bias.weight".to_string(), weight)]);
     let vb = VarBuilder::from_tensors(tensors, DType::F32, file.device);
     RelativeBias::new(buckets, cfg.num_heads(), vb)?.shard(shard).map(Some)
