@@ -132,7 +132,7 @@ impl Adapter {
         let attention = hf::load_attention(json, layer, vb)?;
         let has_tensors = |layout: WeightLayout, module: &str| -> Result<bool> {
             let modules = attention.adaptable_modules(layout)?;
-            Ok(modules.iter().any(|own| self.tensors.has_matrices(&join(module, &own.name))))
+            Ok(modules.iter().any(|own| self.tensors.name_of_matrix(&join(module, &own.name)).is_some()))
         };
         // An adapter may have been trained on the model without its head, or with one.
         for (layout, module) in &places {

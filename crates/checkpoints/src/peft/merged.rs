@@ -5,7 +5,7 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 
 use super::adapter::Adapter;
-use candle_attention_modules::base::{accumulation_dtype, moved_names};
+use candle_attention_modules::base::{accumulation_dtype, stored_name};
 
 impl Adapter {
     /// Returns a builder of a model's weights with the adapter in them, for layers of any kind: linear and latent
@@ -41,14 +41,6 @@ struct MergedWeights {
 }
 
 impl MergedWeights {
-    /// Returns the name under which the model's builder has a parameter.
-    fn stored(&self, name: &str) -> String {
-        if self.vb.contains_tensor(name) {
-            return name.to_string();
-        }
-        moved_names(name).find(|moved| self.vb.contains_tensor(moved)).unwrap_or_else(|| name.to_string())
-    }
-
     /// Returns a parameter of the model with the adapter.
     fn merge(&self, name: &str, own: Tensor) -> Result<Tensor> {
         if let Some(replacement) = self.adapter.replacement(name, &own)? {
@@ -75,16 +67,16 @@ impl MergedWeights {
 
 impl SimpleBackend for MergedWeights {
     fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, _: &Device) -> Result<Tensor> {
-        let own = self.vb.get_with_hints_dtype(shape, &self.stored(name), init, dtype)?;
+        let own = self.vb.get_with_hints_dtype(shape, &stored_name(&self.vb, name), init, dtype)?;
         self.merge(name, own)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> Result<Tensor> {
-        let own = self.vb.get_unchecked_dtype(&self.stored(name), dtype)?;
+        let own = self.vb.get_unchecked_dtype(&stored_name(&self.vb, name), dtype)?;
         self.merge(name, own)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        self.vb.contains_tensor(&self.stored(name))
+        self.vb.contains_tensor(&stored_name(&self.vb, name))
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
 
-use candle_core::{DType, Device, Result, Tensor, Var, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 use candle_nn::{Init, VarBuilder, VarMap};
 
 use super::OP;
@@ -69,19 +69,14 @@ impl AdapterTensors {
     /// Returns the name of a module's matrix, if it is there.
     fn find(&self, module: &str, matrix: Matrix) -> Option<String> {
         for prefix in [PREFIX, ""] {
-            for adapter in ["", ".default"] {
-                let name = format!("{prefix}{module}.{}{adapter}.weight", matrix.name());
+            for end in ["weight".to_string(), format!("{DEFAULT_NAME}.weight")] {
+                let name = format!("{prefix}{module}.{}.{end}", matrix.name());
                 if has(&self.vb, &name) {
                     return Some(name);
                 }
             }
         }
         None
-    }
-
-    /// Returns whether there are low-rank matrices of a module.
-    pub fn has_matrices(&self, module: &str) -> bool {
-        self.find(module, Matrix::A).is_some()
     }
 
     /// Returns whether a module has embedding matrices.
@@ -101,7 +96,12 @@ impl AdapterTensors {
     pub fn matrix(&self, module: &str, matrix: Matrix, shape: (usize, usize)) -> Result<Tensor> {
         let usual = || format!("{PREFIX}{module}.{}.weight", matrix.name());
         let name = self.find(module, matrix).unwrap_or_else(usual);
-        ParameterReader::new(OP, "PEFT", self.vb.clone())?.get(shape, &name, matrix.init())
+        self.read(shape, &name, matrix.init())
+    }
+
+    /// Reads a tensor, or makes the variable if it is trained and not there.
+    fn read(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
+        ParameterReader::new(OP, "PEFT", self.vb.clone())?.get(shape, name, init)
     }
 
     /// Returns the adapter's own value of a parameter of the model, such as a bias. `name` is its full name. Where
@@ -120,17 +120,12 @@ impl AdapterTensors {
                 all.insert(key.clone(), Var::from_tensor(&current.to_dtype(self.vb.dtype())?.detach())?);
             }
             drop(all);
-            return ParameterReader::new(OP, "PEFT", self.vb.clone())?
-                .get(current.dims(), &key, Init::Const(0.0))
-                .map(Some);
+            return self.read(current.dims(), &key, Init::Const(0.0)).map(Some);
         }
         let trained = format!("{module}.modules_to_save.{DEFAULT_NAME}.{leaf}");
         let names = [adapted_name, format!("{PREFIX}{trained}"), plain_name, trained];
         match names.iter().find(|candidate| self.vb.contains_tensor(candidate)) {
-            Some(found) => {
-                let reader = ParameterReader::new(OP, "PEFT", self.vb.clone())?;
-                reader.get(current.dims(), found, Init::Const(0.0)).map(Some)
-            }
+            Some(found) => self.read(current.dims(), found, Init::Const(0.0)).map(Some),
             None => Ok(None),
         }
     }

@@ -3,7 +3,7 @@
 use candle_core::{Error, Result, bail};
 use candle_nn::VarBuilder;
 
-use candle_attention_modules::base::{has, missing_tensor_hint, moved_names, root};
+use candle_attention_modules::base::{has, missing_tensor_hint, root, stored_name};
 
 /// Tensors by name, for the detection of a layout: of a builder, or of a checkpoint whose header was read.
 ///
@@ -46,8 +46,7 @@ impl TensorSource for VarBuilder<'_> {
     }
 
     fn shape(&self, name: &str) -> Result<Vec<usize>> {
-        let moved = moved_names(name).find(|moved| !self.contains_tensor(name) && self.contains_tensor(moved));
-        let error = match self.get_unchecked(moved.as_deref().unwrap_or(name)) {
+        let error = match self.get_unchecked(&stored_name(self, name)) {
             Ok(tensor) => return Ok(tensor.dims().to_vec()),
             Err(error) => error,
         };

@@ -27,7 +27,7 @@ pub use parameters::{Parameter, ParameterList, WeightAndBias, frozen, part, save
 pub use query_heads::QueryHeadOrder;
 pub use reader::{
     DRAWN_THEN_ZEROED, LINEAR_WEIGHT, ParameterReader, SCALES, has, linear_bias, missing_tensor_hint, moved_names,
-    root, whole,
+    root, stored_name, whole,
 };
 pub use shard::{HeadCounts, HeadShard, Heads, Share};
 pub use spec::{NO_BIAS, ParameterSpec};

@@ -298,7 +298,7 @@ pub fn moved_names(name: &str) -> impl Iterator<Item = String> {
 }
 
 /// Returns the name under which a builder has a parameter: this name, or the name to which PEFT moved the parameter.
-fn stored_name(vb: &VarBuilder, name: &str) -> String {
+pub fn stored_name(vb: &VarBuilder, name: &str) -> String {
     if vb.contains_tensor(name) {
         return name.to_string();
     }
