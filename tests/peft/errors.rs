@@ -55,6 +55,12 @@ fn adapter_config_that_is_not_supported_is_an_error_that_names_the_option() {
 }
 
 #[test]
+fn adapter_config_with_large_alpha_keeps_its_number() -> Result<()> {
+    assert_eq!(AdapterConfig::new(1, 1e300, ["q_proj"])?.scaling("q_proj")?, 1e300);
+    Ok(())
+}
+
+#[test]
 fn adapter_that_does_not_fit_is_an_error_with_names_and_shapes() -> Result<()> {
     let case = Case::named("plain");
     let base = case.base(0)?;

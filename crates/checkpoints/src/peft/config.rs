@@ -114,7 +114,8 @@ impl AdapterConfig {
     ) -> Result<Self> {
         let names: Vec<String> = target_modules.into_iter().map(Into::into).collect();
         // PEFT writes a whole number without a fraction.
-        let alpha = if lora_alpha.fract() == 0.0 { json!(lora_alpha as i64) } else { json!(lora_alpha) };
+        let whole = lora_alpha as i64;
+        let alpha = if whole as f64 == lora_alpha { json!(whole) } else { json!(lora_alpha) };
         Self::from_json(&json!({
             "base_model_name_or_path": null, "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
             "init_lora_weights": true, "lora_alpha": alpha, "lora_dropout": 0.0, "modules_to_save": null,
