@@ -193,19 +193,9 @@ impl Checkpoint {
 /// Returns the tensors of a file with `.` in their names for `/`, which flax and Keras write between the parts of a
 /// name. A name stays as it is if another tensor has the name with `.`.
 fn with_dots(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
-    if !entries.keys().any(|name| name.contains('/')) {
-        return entries;
-    }
-    let mut renamed = BTreeMap::new();
-    let mut kept = BTreeMap::new();
-    for (name, entry) in entries {
-        if name.contains('/') {
-            kept.insert(name, entry)
-        } else {
-            renamed.insert(name, entry)
-        };
-    }
-    for (name, entry) in kept {
+    let (with_slashes, mut renamed): (BTreeMap<_, _>, BTreeMap<_, _>) =
+        entries.into_iter().partition(|(name, _)| name.contains('/'));
+    for (name, entry) in with_slashes {
         let with_dots = name.replace('/', ".");
         let is_free = !renamed.contains_key(&with_dots);
         renamed.insert(if is_free { with_dots } else { name }, entry);
