@@ -107,11 +107,12 @@ fn adapter_that_does_not_fit_is_an_error_with_names_and_shapes() -> Result<()> {
 
 /// Checks the calls that need the weights of an adapted layer.
 #[test]
-fn weights_of_adapted_layer_are_an_error_that_says_what_to_call() -> Result<()> {
+fn adapted_layer_asked_for_weights_returns_error_with_call() -> Result<()> {
     let case = Case::named("plain");
     let layer = case.adapted(0)?;
     let expected = "[multi_head_attention] the layer has an adapter, expected `merge_and_unload` for its weights with \
-                    the adapter, or `unload_adapter` for those without it; `peft::Adapter::save` writes the adapter alone";
+                    the adapter, or `unload_adapter` for those without it; `peft::Adapter::save` writes the adapter \
+                    alone";
     for adapted in [&layer, &layer.freeze()?, &layer.merge_adapter()?] {
         assert_eq!(error_text(adapted.projections()), expected);
         assert_eq!(error_text(adapted.state_dict(WeightLayout::Canonical)), expected);

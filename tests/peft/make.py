@@ -10,7 +10,7 @@ output with the adapter, with the adapter merged and without it; and `grad.<name
 `out * out` of the last layer for the trained parameters, by PEFT's names. `peft_model` has `state_dict.safetensors` too, the
 state dict of the whole PEFT model.
 
-`saved/` is written by the test `saved_adapter_has_the_bytes_that_peft_read` (with UPDATE_EXPECT=1). This script loads it
+`saved/` is written by the test `lora_saved_adapter_has_the_bytes_that_peft_read` (with UPDATE_EXPECT=1). This script loads it
 with PEFT onto the model of the case `plain` and records the outputs in `saved/golden.safetensors`: so PEFT has read
 these bytes, and the test checks that Rust writes the same bytes and computes the same outputs. To check: run
 `UPDATE_EXPECT=1 cargo test --test peft saved`, then `python tests/peft/make.py --check`.

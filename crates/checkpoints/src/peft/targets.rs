@@ -58,8 +58,8 @@ impl Pattern {
         match Regex::new(&format!("^(?:{pattern})$")) {
             Ok(regex) => Ok(Self(regex)),
             Err(error) => bail!(
-                "[{OP}] the regular expression {pattern:?} is not supported ({error}), expected one without look-around \
-                 and backreferences, or a list of names"
+                "[{OP}] the regular expression {pattern:?} is not supported ({error}), expected one without \
+                 look-around and backreferences, or a list of names"
             ),
         }
     }
