@@ -1,31 +1,21 @@
 """The models of `gguf_models/`: tiny ones of llama.cpp's architectures. A case's name begins with the architecture's."""
 
 from dataclasses import replace
+from functools import partial
 
 from transformers import AutoModelForImageTextToText
 
-from cases import BLOOM_PLACES, GPT2_PLACES
+import cases
+from cases import ALTERNATING, BLOOM_PLACES, GPT2_PLACES, decoder, rope
 from cases import CASES as CHECKPOINTS
-from cases import decoder
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
-UNGROUPED = {key: size for key, size in SIZES.items() if key != "num_key_value_heads"}
-GPT2_SIZES = {"vocab_size": 61, "n_embd": 16, "n_inner": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+# Fields that differ from the sizes of other models.
+OF_FILES = {"hidden_size": 16, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+SIZES = cases.SIZES | OF_FILES
+UNGROUPED = cases.UNGROUPED | OF_FILES
+GPT2_SIZES = cases.GPT2_SIZES | {"n_embd": 16, "n_inner": 64}
 # Heads that are wider than `hidden_size / heads`.
 WIDE = {"head_dim": 8}
-ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 # For architectures whose pattern llama.cpp does not read.
 FULL_LAST = {
     "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 5, "num_hidden_layers": 4,
@@ -37,27 +27,16 @@ EXPERTS = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 8, "decoder_sparse_step": 1, "norm_topk_prob": True,
 }
-
-
 VISION = {
     "depth": 1, "hidden_size": 8, "embed_dim": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16,
     "num_position_embeddings": 4, "patch_size": 2, "deepstack_visual_indexes": [],
 }
-
-
-def rope(**parameters):
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0} | parameters}
-
-
 YARN = {
     "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 4,
     "beta_fast": 32.0, "beta_slow": 1.0,
 }
 
-
-def small(model_type, *configs, **places):
-    return decoder(model_type, *configs, sizes=places.pop("sizes", SIZES), **places)
-
+small = partial(decoder, sizes=SIZES)
 
 # Parameters that are zero, so that no GELU counts, which llama.cpp reads from a table in f16.
 WITHOUT_GELU = r"mlp\.down_proj|per_layer_projection\."
@@ -76,7 +55,7 @@ ZEROED = {
 KEPT = {"gemma3": [0, 5], "gemma3n": [0, 18, 19, 20, 21]}
 
 
-def add_unused_keys(_, tensors, __):
+def add_unused_keys(_, tensors):
     """Adds the projections of keys and values that published checkpoints of Gemma 3n have in all layers."""
     for name, tensor in list(tensors.items()):
         for part in ("k_proj", "v_proj", "k_norm"):
@@ -85,24 +64,24 @@ def add_unused_keys(_, tensors, __):
                     tensors[name.replace(".layers.0.", f".layers.{layer}.")] = tensor.clone()
 
 
-def transpose_experts(_, tensors, __):
+def transpose_experts(_, tensors):
     """Transposes experts, which published checkpoints of Qwen3-VL have in the other order."""
     for name, tensor in tensors.items():
         if "experts." in name:
             tensors[name] = tensor.transpose(1, 2).contiguous()
 
 
-def list_experts(fields, _, __):
+def list_experts(fields, _):
     """Sets a number for each layer, as published configurations of Hunyuan have it."""
     fields.update({"moe_topk": [2, 2], "num_shared_expert": [1, 1], "moe_intermediate_size": [24, 24]})
 
 
-# Changes of checkpoints to what is published.
+# Changes of checkpoints to what is published: (config, tensors).
 PUBLISHED = {
     "gemma3n": add_unused_keys,
-    "gpt2": lambda fields, _, __: fields.update(n_ctx=64),
+    "gpt2": lambda fields, _: fields.update(n_ctx=64),
     "hunyuan-moe": list_experts,
-    "mpt": lambda fields, _, __: fields.update(architectures=["MPTForCausalLM"]),
+    "mpt": lambda fields, _: fields.update(architectures=["MPTForCausalLM"]),
     "qwen3vlmoe": transpose_experts,
 }
 
@@ -226,7 +205,8 @@ CASES = {
     "olmo2": small("olmo2", rope()),
     "olmo2_windows": small("olmo3", rope(), FULL_LAST),
     "olmoe": small("olmoe", rope(), EXPERTS, {"num_key_value_heads": 4, "norm_topk_prob": False}),
-    "phi2": small("phi", {"intermediate_size": 64}, rope(partial_rotary_factor=0.5), sizes=UNGROUPED, out_proj="self_attn.dense"),
+    "phi2": small("phi", {"intermediate_size": 64}, rope(partial_rotary_factor=0.5),
+                  sizes=UNGROUPED, out_proj="self_attn.dense"),
     "phi3": small("phi3", rope(), {"sliding_window": None}),
     "qwen2": small("qwen2", rope()),
     "qwen2moe": small("qwen2_moe", EXPERTS, rope(), {"norm_topk_prob": False}),

@@ -1,43 +1,27 @@
 """The models of `gguf_models/` with latent attention, with linear attention or other recurrences, and encoders."""
 
-import json
+from functools import partial
 
 from transformers import AutoModel, AutoModelForSeq2SeqLM, T5EncoderModel
 
-from cases import decoder
+import gguf_cases
+from cases import decoder, rope
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
-ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+SIZES = gguf_cases.SIZES | {"vocab_size": 64, "hidden_size": 32}
+ROPE = rope()
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
     "first_k_dense_replace": 2, "n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1,
     "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "dense"],
 }
 # YaRN as DeepSeek V3 has it; DeepSeek V2 has 0.707.
-YARN = {
-    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-}
+YARN = gguf_cases.YARN | {"original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2, "head_dim": 16,
     "linear_num_value_heads": 6, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }
-AXES = {"rope_parameters": {
-    "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
-}}
+AXES = rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1])
 EXPERTS = {
     "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
     "decoder_sparse_step": 1,
@@ -70,18 +54,13 @@ T5_DECODER = {
     "cross": ("decoder.block", "layer.1.EncDecAttention", "layer.1.EncDecAttention.o"),
 }
 
-
-def small(model_type, *configs, **places):
-    return decoder(model_type, *configs, sizes=places.pop("sizes", SIZES), **places)
-
-
-def encoder(model_type, *configs, **places):
-    return small(model_type, *configs, encoder=True, auto_class=AutoModel, **places)
-
+small = partial(decoder, sizes=SIZES)
+encoder = partial(small, encoder=True, auto_class=AutoModel)
 
 CASES = {
     "bert_of_roberta": encoder(
-        "xlm-roberta", {"num_key_value_heads": 4}, layers="encoder.layer", attention="attention.self", out_proj="attention.output.dense"
+        "xlm-roberta", {"num_key_value_heads": 4},
+        layers="encoder.layer", attention="attention.self", out_proj="attention.output.dense",
     ),
     "deepseek2": small("deepseek_v3", LATENT, {"q_lora_rank": 14, "rope_parameters": YARN}),
     "deepseek2_lite": small("deepseek_v2", LATENT, ROPE, {"q_lora_rank": None, "num_hidden_layers": 27,
@@ -133,13 +112,7 @@ CASES = {
 }
 
 
-def gemma(config, tensors, folder):
-    """Writes a vocabulary, which the converter counts."""
-    vocabulary = {str(i): i for i in range(config["vocab_size"])}
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
-
-
-def kimi_linear(config, tensors, _):
+def kimi_linear(config, tensors):
     """Changes a checkpoint to the names of the published one, which has dense layers under another name."""
     kinds = config["layer_types"]
     numbers = {kind: [i + 1 for i, own in enumerate(kinds) if own == kind] for kind in kinds}
@@ -154,12 +127,12 @@ def kimi_linear(config, tensors, _):
         tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
 
 
-def granite_hybrid(config, *_):
+def granite_hybrid(config, _):
     """Names the kinds of layers as published checkpoints do."""
     config["layer_types"] = ["attention" if kind == "full_attention" else "mamba" for kind in config["layer_types"]]
 
 
-def nemotron_h(config, *_):
+def nemotron_h(config, _):
     """Names the kinds of layers as published checkpoints do."""
     letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
     config["hybrid_override_pattern"] = "".join(letters[kind] for kind in config["layers_block_type"])
@@ -170,15 +143,15 @@ def nemotron_h(config, *_):
         config["model_type"] = "published"
 
 
-def jina_embeddings_v3(config, *_):
+def jina_embeddings_v3(config, _):
     """Changes a config to that of the published checkpoint, which has adapters."""
     config |= {"architectures": ["XLMRobertaModel"], "lora_adaptations": ["none"], "position_embedding_type": "rotary"}
 
 
-# Changes of the checkpoints that transformers saves to what llama.cpp's converter reads: (config, tensors, folder).
+# Changes of the checkpoints that transformers saves to what llama.cpp's converter reads: (config, tensors).
 PUBLISHED = {
-    "gemma-embedding": gemma, "granitehybrid": granite_hybrid, "jina-bert-v3": jina_embeddings_v3,
-    "kimi-linear": kimi_linear, "nemotron_h": nemotron_h, "nemotron_h_moe": nemotron_h,
+    "granitehybrid": granite_hybrid, "jina-bert-v3": jina_embeddings_v3, "kimi-linear": kimi_linear,
+    "nemotron_h": nemotron_h, "nemotron_h_moe": nemotron_h,
 }
 # The factor by which transformers multiplies logits and llama.cpp does not.
 LOGIT_FACTORS = {"t5_of_umt5": T5["d_model"] ** -0.5}

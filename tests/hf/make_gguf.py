@@ -17,7 +17,6 @@ import json
 import re
 import sys
 import tempfile
-import zlib
 from pathlib import Path
 
 sys.dont_write_bytecode = True
@@ -25,7 +24,6 @@ sys.dont_write_bytecode = True
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 from transformers.utils import logging
 
 import llama_cpp
@@ -35,8 +33,7 @@ from gguf_cases import PUBLISHED as PUBLISHED_DECODERS
 from gguf_hybrid_cases import CASES as OTHERS
 from gguf_hybrid_cases import LOGIT_FACTORS
 from gguf_hybrid_cases import PUBLISHED as PUBLISHED_OTHERS
-from make import run
-from randomise import randomise
+from make import random_model, run, same
 
 CASES = DECODERS | OTHERS
 PUBLISHED = PUBLISHED_DECODERS | PUBLISHED_OTHERS
@@ -80,11 +77,7 @@ def main():
 
 def record(name, case, folder, library):
     """Writes both files of a case to a folder. Returns the difference of logits, as a part of the largest."""
-    torch.manual_seed(zlib.crc32(name.encode()))
-    config = AutoConfig.for_model(case.model_type, **case.config)
-    make = getattr(case.auto_class, "from_config", None) or case.auto_class._from_config
-    model = make(config, attn_implementation="eager").eval()
-    randomise(model, lambda parameter: parameter.shape[-1])
+    model = random_model(name, case)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             is_zero = name in ZEROED and re.search(ZEROED[name], path)
@@ -114,7 +107,7 @@ def record(name, case, folder, library):
     if name in PUBLISHED:
         fields = json.loads((checkpoint / "config.json").read_text())
         stored = load_file(checkpoint / "model.safetensors")
-        PUBLISHED[name](fields, stored, checkpoint)
+        PUBLISHED[name](fields, stored)
         (checkpoint / "config.json").write_text(json.dumps(fields))
         save_file(stored, checkpoint / "model.safetensors", {"format": "pt"})
     whole = folder / "whole.gguf"
@@ -163,14 +156,6 @@ def keep_attention(whole, file, layers):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def same(made, kept):
-    """Returns whether two files have the same numbers, up to what products on other processors differ by."""
-    if made.suffix != ".safetensors":
-        return kept.exists() and made.read_bytes() == kept.read_bytes()
-    made, kept = load_file(made), load_file(kept)
-    return made.keys() == kept.keys() and all(torch.allclose(made[key], kept[key], 1e-4, 1e-5) for key in made)
 
 
 if __name__ == "__main__":
