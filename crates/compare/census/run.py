@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-import gguf
+import gguf_files
 import linear
 import others
 import record
@@ -77,16 +77,16 @@ def main():
         print(json.dumps(found, indent=1))
         if not arguments.only:
             others.keep(version, found)
-            page.write_text(gguf.with_part(others.with_part(page.read_text())))
+            page.write_text(gguf_files.with_part(others.with_part(page.read_text())))
         return 1 if found["wrong"] else 0
     entries = table.judge(model_types, DATA, answers, known)
     if arguments.linear:
-        page.write_text(gguf.with_part(linear.with_part(page.read_text(), entries)))
+        page.write_text(linear.with_part(page.read_text(), entries))
     elif arguments.only:
         for entry in entries:
             print(json.dumps(entry.__dict__, indent=1))
     else:
-        page.write_text(gguf.with_part(others.with_part(linear.with_part(table.page(entries, version), entries))))
+        page.write_text(gguf_files.with_part(others.with_part(linear.with_part(table.page(entries, version), entries))))
         print(json.dumps(collections.Counter(entry.verdict for entry in entries)))
     return 1 if any(entry.verdict == "wrong" for entry in entries) else 0
 

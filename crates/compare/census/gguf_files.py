@@ -1,6 +1,6 @@
 """The page's part on GGUF files, which lists the tables of `crates/checkpoints/src/gguf`.
 
-python crates/compare/census/gguf.py    writes this part alone
+python crates/compare/census/gguf_files.py    writes this part alone
 """
 
 import re
@@ -60,10 +60,10 @@ def compared():
     found = set()
     for file in (ROOT / "tests" / "hf" / "gguf_models").glob("*.gguf"):
         key = b"general.architecture"
-        at = file.read_bytes()
-        start = at.index(key) + len(key) + 4
-        length = int.from_bytes(at[start : start + 8], "little")
-        found.add(at[start + 8 : start + 8 + length].decode())
+        content = file.read_bytes()
+        start = content.index(key) + len(key) + 4
+        length = int.from_bytes(content[start : start + 8], "little")
+        found.add(content[start + 8 : start + 8 + length].decode())
     return found
 
 
