@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import linen, nnx, traverse_util
 from safetensors.flax import save_file
 
-from layers import draw
+from layers import Recorded, biases, draw
 
 
 class Dense(linen.Module):
@@ -22,7 +22,7 @@ class Dense(linen.Module):
         return linen.Dense(e, name="o_proj")(ys.reshape(b, t, 16))
 
 
-def record(Recorded):
+def record():
     recorded = Recorded("flax", flax.__version__)
     jax.config.update("jax_default_matmul_precision", "highest")
     parameters = {}
@@ -50,10 +50,6 @@ def record(Recorded):
 
     save_file(traverse_util.flatten_dict(parameters, sep="/"), recorded.file)
     return recorded
-
-
-def biases(has):
-    return {name: has for name in ("q_bias", "k_bias", "v_bias", "out_bias")}
 
 
 def random(key, shape, dtype=jnp.float32):

@@ -12,14 +12,13 @@ import keras
 import numpy as np
 from safetensors.numpy import save_file
 
-from layers import draw
+from layers import Recorded, biases, draw
 
 
-def record(Recorded):
+def record():
     recorded = Recorded("keras", keras.__version__)
     jax.config.update("jax_default_matmul_precision", "highest")
     keras.utils.set_random_seed(4)
-    biases = {name: True for name in ("q_bias", "k_bias", "v_bias", "out_bias")}
     normal = keras.initializers.RandomNormal(stddev=0.3)
 
     queries, memory = draw(2, 2, 6, 8), draw(3, 2, 5, 9)
@@ -30,7 +29,7 @@ def record(Recorded):
     tensors = {}
     for variable in cross.weights + grouped.weights:
         tensors[variable.path] = np.asarray(variable.value)
-    config = dict(embed_dim=8, num_heads=4, head_dim=3, out_dim=10, kdim=9) | biases
+    config = dict(embed_dim=8, num_heads=4, head_dim=3, out_dim=10, kdim=9) | biases(True)
     recorded.add("cross", "keras", config, crossed, queries=queries, keys=memory, values=memory)
     config = dict(embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=3, out_dim=8, causal=True)
     recorded.add("grouped", "keras", config, grouped_output, queries=queries)
@@ -46,7 +45,7 @@ def record(Recorded):
         with h5py.File(path) as file:
             file.visititems(lambda name, entry: keep(tensors, name, entry))
     [prefix] = {name.rsplit("/query_dense", 1)[0] for name in tensors if "/query_dense/" in name}
-    config = dict(embed_dim=8, num_heads=2, head_dim=4, value_head_dim=5, out_dim=8, causal=True) | biases
+    config = dict(embed_dim=8, num_heads=2, head_dim=4, value_head_dim=5, out_dim=8, causal=True) | biases(True)
     recorded.add(prefix.replace("/", "."), "keras-h5", config, model(queries), queries=queries)
 
     save_file(tensors, recorded.file)

@@ -49,13 +49,18 @@ class Recorded:
         print(f"{self.library} {self.version}: {len(self.layers)} layers")
 
 
+def biases(has):
+    """The fields of a config with biases in all projections or in none."""
+    return {name: has for name in ("q_bias", "k_bias", "v_bias", "out_bias")}
+
+
 def draw(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def main(libraries):
     if len(libraries) == 1:
-        recorded = importlib.import_module(f"{libraries[0]}_layers").record(Recorded)
+        recorded = importlib.import_module(f"{libraries[0]}_layers").record()
         recorded.write()
         return 0
     # One process each: JAX, PyTorch and MLX do not have to be in one.

@@ -5,7 +5,7 @@ import mlx.nn as nn
 import numpy as np
 from importlib.metadata import version
 
-from layers import draw
+from layers import Recorded, biases, draw
 
 
 class Model(nn.Module):
@@ -17,7 +17,7 @@ class Model(nn.Module):
         )
 
 
-def record(Recorded):
+def record():
     recorded = Recorded("mlx", version("mlx"))
     mx.set_default_device(mx.cpu)
     mx.random.seed(5)
@@ -31,7 +31,7 @@ def record(Recorded):
     keys, values = draw(5, 2, 7, 10), draw(6, 2, 7, 9)
     ys = model.cross(mx.array(xs), mx.array(keys), mx.array(values))
     config = dict(embed_dim=16, num_heads=3, head_dim=4, value_head_dim=5, kdim=10, vdim=9, out_dim=8)
-    config |= {name: True for name in ("q_bias", "k_bias", "v_bias", "out_bias")}
+    config |= biases(True)
     recorded.add("cross", "mlx", config, np.array(ys), queries=xs, keys=keys, values=values)
 
     model.save_weights(str(recorded.file))

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from layers import draw
+from layers import Recorded, biases, draw
 
 
-def record(Recorded):
+def record():
     root = Path(importlib.util.find_spec("torchtune").submodule_search_locations[0])
     for name in ("torchtune", "torchtune.modules", "torchtune.utils"):
         package = types.ModuleType(name)
@@ -46,7 +46,7 @@ def record(Recorded):
         )
         xs = torch.from_numpy(draw(7, 2, 6, 12))
         config = dict(embed_dim=12, num_heads=heads, num_kv_heads=kv_heads, head_dim=6, out_dim=12, causal=rotary)
-        config |= {name: bias for name in ("q_bias", "k_bias", "v_bias", "out_bias")}
+        config |= biases(bias)
         if rotary:
             config["rope"] = dict(base=500.0, style="interleaved")
         with torch.no_grad():

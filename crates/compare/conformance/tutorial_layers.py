@@ -5,7 +5,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from layers import draw
+from layers import Recorded, draw
 
 
 class Head(nn.Module):
@@ -46,7 +46,7 @@ class Model(nn.Module):
         self.sa_heads = Heads(16, 2, 8, has_projection=False)
 
 
-def record(Recorded):
+def record():
     recorded = Recorded("tutorial", torch.__version__.split("+")[0])
     torch.manual_seed(1337)
     model = Model()

@@ -7,10 +7,10 @@ from safetensors.torch import save_file
 from torch import nn
 from x_transformers.x_transformers import Attention, RotaryEmbedding
 
-from layers import draw
+from layers import Recorded, draw
 
 
-def record(Recorded):
+def record():
     recorded = Recorded("x_transformers", version("x-transformers"))
     torch.manual_seed(9)
     model = nn.Module()
