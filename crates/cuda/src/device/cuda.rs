@@ -11,11 +11,12 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice, WrapErr};
-use candle_core::{CudaDevice, CudaStorage, DType, Error, Result, Storage, bail};
+use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, bail};
 use half::{bf16, f16};
 
 use super::Buffer;
 use super::launch::{GridDimensions, KernelArguments, Launch};
+use super::programs::{LoadResult, Programs};
 use crate::capability::{Capability, Limits};
 use crate::compile::compile;
 use crate::disk_cache::DiskCache;
@@ -42,11 +43,8 @@ struct ContextPrograms {
     limits: Limits,
     nvrtc: &'static Nvrtc,
     architecture: String,
-    programs: Mutex<HashMap<Program, Arc<OnceLock<LoadResult>>>>,
+    programs: Programs<CudaProgram>,
 }
-
-/// A program, or why it cannot be used, which is not tried again.
-type LoadResult = std::result::Result<Arc<CudaProgram>, String>;
 
 /// A compiled program in a context.
 pub(crate) struct CudaProgram {
@@ -122,12 +120,7 @@ impl CudaRunner {
     /// # Errors
     /// If it does not compile or load.
     pub fn load(&self, program: &Program) -> Result<Arc<CudaProgram>> {
-        let slot = {
-            let mut programs = self.context.programs.lock().unwrap_or_else(PoisonError::into_inner);
-            programs.entry(program.clone()).or_default().clone()
-        };
-        // Other programs can compile meanwhile; threads that need this one wait for it.
-        slot.get_or_init(|| self.context.compile(program)).clone().map_err(Error::msg)
+        self.context.programs.get_or_load(program, || self.context.compile(program))
     }
 
     /// Takes a storage that launches read.
@@ -251,12 +244,12 @@ impl ContextPrograms {
             },
             nvrtc,
             architecture: nvrtc.architecture(capability)?,
-            programs: Mutex::default(),
+            programs: Programs::default(),
         })
     }
 
     /// Compiles a program and loads it.
-    fn compile(&self, program: &Program) -> LoadResult {
+    fn compile(&self, program: &Program) -> LoadResult<CudaProgram> {
         let code = compile(self.nvrtc, &DiskCache::of_user(), &self.architecture, program)?;
         let module = self.context.load_module(Ptx::from_binary(code));
         let module = module.map_err(|error| format!("the driver does not load the compiled kernels: {error}"))?;

@@ -1,18 +1,18 @@
 //! Kernels on the emulator, which runs their source on a CPU. A C++ compiler makes a library of each program when it is
 //! first used, and the libraries are kept in the target folder.
 
-use std::collections::HashMap;
 use std::env;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{self, Command};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
 use candle_core::{Error, Result, bail};
 use libloading::Library;
 
 use super::launch::{GridDimensions, KernelArguments, Launch};
+use super::programs::Programs;
 use crate::hash::Fnv;
 use crate::program::Program;
 use crate::unsupported::Unsupported;
@@ -43,22 +43,14 @@ pub(crate) struct EmulatedProgram {
 /// Held by a launch: the machine that is emulated is one.
 static MACHINE: Mutex<()> = Mutex::new(());
 
-/// A program, or why it cannot be used.
-type LoadResult = std::result::Result<Arc<EmulatedProgram>, String>;
-
 /// Returns the library of a program.
 ///
 /// # Errors
 /// If it does not compile or load.
 pub(super) fn load(program: &Program) -> Result<Arc<EmulatedProgram>> {
-    static PROGRAMS: OnceLock<Mutex<HashMap<Program, Arc<OnceLock<LoadResult>>>>> = OnceLock::new();
-    let slot = {
-        let mut programs = PROGRAMS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
-        programs.entry(program.clone()).or_default().clone()
-    };
-    // Other programs can compile meanwhile; threads that need this one wait for it.
+    static PROGRAMS: LazyLock<Programs<EmulatedProgram>> = LazyLock::new(Programs::default);
     let open = || EmulatedProgram::open(&build(program)?).map(Arc::new);
-    slot.get_or_init(|| open().map_err(|error| error.to_string())).clone().map_err(Error::msg)
+    PROGRAMS.get_or_load(program, || open().map_err(|error| error.to_string()))
 }
 
 impl EmulatedProgram {

@@ -8,6 +8,8 @@ mod cuda;
 mod emulator;
 mod launch;
 mod operands;
+#[cfg(any(feature = "cuda", feature = "emulator"))]
+mod programs;
 
 use candle_core::{DType, Device};
 
