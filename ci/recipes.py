@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Checks that the Rust code of README.md and of docs/*.md is compiled and run as documentation tests.
 
-A document with Rust code has to be included by `include_str!` in a library, and its code may not be marked as `ignore`
-or `text`. Code marked as `no_run` is compiled: it needs a file that a user has.
+A document with Rust code has to be included by `include_str!` in a library, and its code may not be marked as
+`ignore`. Code marked as `no_run` is compiled: it needs a file that a user has.
 """
 
 import pathlib
