@@ -113,7 +113,7 @@ impl Layers {
 }
 
 /// Returns the weights of a new layer by their names.
-fn weights(cfg: &MultiHeadAttentionConfig, dtype: DType) -> Result<HashMap<String, Tensor>> {
+pub fn weights(cfg: &MultiHeadAttentionConfig, dtype: DType) -> Result<HashMap<String, Tensor>> {
     let drawn = MultiHeadAttention::new(cfg, TorchSeed::new(3).var_builder(dtype, &Device::Cpu))?;
     Ok(drawn.state_dict(WeightLayout::Canonical)?.into_iter().collect())
 }

@@ -6,13 +6,14 @@ use std::collections::HashMap;
 use candle_attention::init::TorchSeed;
 use candle_attention::{
     AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, PackedGatedLinear, PackedLinear,
-    RmsNorm, RopeConfig, WeightLayout,
+    RmsNorm, RopeConfig,
 };
 use candle_attention_cuda::{is_available, launches_of_thread};
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::{Activation, VarBuilder};
 
 use super::check::{Checked, DTYPES, allowed, relative_error};
+use super::layer;
 use super::table::Row;
 
 const WIDTH: usize = 256;
@@ -99,9 +100,8 @@ impl Weights {
         let matrix = |rows: usize, columns: usize| -> Result<Tensor> {
             (seed.randn((rows, columns))? * (columns as f64).powf(-0.5))?.to_dtype(dtype)
         };
-        let drawn = MultiHeadAttention::new(&config(), seed.var_builder(dtype, &Device::Cpu))?;
         Ok(Self {
-            attention: drawn.state_dict(WeightLayout::Canonical)?.into_iter().collect(),
+            attention: layer::weights(&config(), dtype)?,
             attention_norm: seed.randn(WIDTH)?.to_dtype(dtype)?,
             mlp_norm: seed.randn(WIDTH)?.to_dtype(dtype)?,
             gate: matrix(MLP_WIDTH, WIDTH)?,
