@@ -99,6 +99,26 @@ impl Alignment {
     }
 }
 
+/// All key positions.
+const ALL: Range<i128> = i128::MIN..i128::MAX;
+
+impl Reach {
+    /// Returns the key positions that query `i` of sequence `b`, at a position, may attend to.
+    pub fn keys(&self, position: i128, b: usize, i: usize) -> Range<i128> {
+        match self {
+            Self::Causal { prefix } => {
+                let shortest = prefix.iter().map(|lens| lens.get(b, i) as i128).min().unwrap_or(0);
+                ALL.start..(position + 1).max(shortest)
+            }
+            Self::Window { left, right } => position - *left as i128..position + *right as i128 + 1,
+            Self::Chunk(size) => {
+                let start = position.div_euclid(*size as i128) * *size as i128;
+                start..start + *size as i128
+            }
+        }
+    }
+}
+
 impl Constraint {
     /// Returns the error of a builder whose meaning depends on the order in which masks were joined.
     pub fn ambiguous(builder: &str) -> Self {
@@ -122,22 +142,8 @@ impl Constraint {
 
     /// Returns the key positions that the constraint allows query `i` of sequence `b` to attend to.
     pub fn keys(&self, b: usize, i: usize, placement: &Placement) -> Range<i128> {
-        const ALL: Range<i128> = i128::MIN..i128::MAX;
         match self {
-            Self::Aligned(alignment, reach) => {
-                let position = alignment.position(b, placement, i);
-                match reach {
-                    Reach::Causal { prefix } => {
-                        let prefix = prefix.iter().map(|lens| lens.get(b, i) as i128).min().unwrap_or(0);
-                        ALL.start..(position + 1).max(prefix)
-                    }
-                    Reach::Window { left, right } => position - *left as i128..position + *right as i128 + 1,
-                    Reach::Chunk(size) => {
-                        let start = position.div_euclid(*size as i128) * *size as i128;
-                        start..start + *size as i128
-                    }
-                }
-            }
+            Self::Aligned(alignment, reach) => reach.keys(alignment.position(b, placement, i), b, i),
             Self::ValidLens(lens) => ALL.start..lens.get(b, i) as i128,
             Self::Starts(starts) => starts.get(b, i) as i128..ALL.end,
             Self::Prefix(_) | Self::Tokenized(_) | Self::Wrong(_) => ALL,

@@ -172,8 +172,9 @@ impl AttentionMask {
         for reach in &reaches {
             let starts = (0..b).map(|sequence| {
                 let before = call.before_of(sequence);
-                let positions = new.positions(sequence, call).into_iter();
-                positions.map(|position| reach.first_key(position).min(before)).collect()
+                let positions = new.positions(sequence, call).into_iter().enumerate();
+                let first_key = |(i, position)| reach.keys(position as i128, sequence, i).start;
+                positions.map(|query| first_key(query).clamp(0, before as i128) as usize).collect()
             });
             mask = mask.with_starts(starts.collect::<Vec<Vec<usize>>>());
         }
@@ -205,37 +206,16 @@ impl NewTokenMask {
                     continue;
                 }
                 let query = i - tokens.start;
-                let position = before + own.depths[query];
+                let position = (before + own.depths[query]) as i128;
+                let reached: Vec<_> = reaches.iter().map(|reach| reach.keys(position, sequence, i)).collect();
                 for (key, entry) in row[before..before + own.t].iter_mut().enumerate() {
-                    let key_position = before + own.depths[key];
-                    let is_reached = reaches.iter().all(|reach| reach.contains(position, key_position));
+                    let key_position = (before + own.depths[key]) as i128;
+                    let is_reached = reached.iter().all(|keys| keys.contains(&key_position));
                     *entry = u8::from(own.allows(query, key) && is_reached);
                 }
             }
         }
         Tensor::from_vec(entries, (matrices, 1, t_q, t_kv), device)
-    }
-}
-
-impl Reach {
-    /// Returns the first key that a query at a position attends to.
-    fn first_key(&self, position: usize) -> usize {
-        match self {
-            Self::Causal { .. } => 0,
-            Self::Window { left, .. } => position.saturating_sub(*left),
-            Self::Chunk(size) => position - position % size,
-        }
-    }
-
-    /// Returns whether a query at a position attends to a key at another, by a window or a chunk.
-    fn contains(&self, position: usize, key: usize) -> bool {
-        match self {
-            Self::Causal { .. } => true,
-            Self::Window { left, right } => {
-                position.saturating_sub(key) <= *left && key.saturating_sub(position) <= *right
-            }
-            Self::Chunk(size) => position / size == key / size,
-        }
     }
 }
 
