@@ -234,13 +234,11 @@ impl CachedCall<'_> {
     /// Returns stored keys and values followed by the appended ones: a copy, if there are some.
     fn with_appended(&self, stored: KvFloats) -> Result<KvFloats> {
         let Some(appended) = &self.appended else { return Ok(stored) };
-        let joined = |first: &Tensor, last: &Tensor| {
-            let (_, h_kv, n, width) = last.dims4()?;
-            let rows = if self.detached { last.detach() } else { last.clone() };
-            let each = rows.to_dtype(self.dtype)?.broadcast_as((first.dim(0)?, h_kv, n, width))?;
-            Tensor::cat(&[&first.contiguous()?, &each.contiguous()?], 2)
+        let converted = |rows: &Tensor| {
+            let own = if self.detached { rows.detach() } else { rows.clone() };
+            own.to_dtype(self.dtype)
         };
-        Ok(KvFloats { k: joined(&stored.k, &appended.k)?, v: joined(&stored.v, &appended.v)? })
+        stored.followed_by(&KvFloats { k: converted(&appended.k)?, v: converted(&appended.v)? })
     }
 
     /// Returns the rows of the buffers that store a key of some sequence, with the mask and the options for these rows

@@ -106,6 +106,18 @@ pub(crate) struct KvFloats {
     pub v: Tensor,
 }
 
+impl KvFloats {
+    /// Returns keys and values (B, H_kv, T, ..), followed by the same others (1, H_kv, n, ..) in each sequence: a copy.
+    pub fn followed_by(&self, others: &Self) -> Result<Self> {
+        let joined = |first: &Tensor, last: &Tensor| {
+            let (_, h_kv, n, width) = last.dims4()?;
+            let each = last.broadcast_as((first.dim(0)?, h_kv, n, width))?.contiguous()?;
+            Tensor::cat(&[first, &each], 2)
+        };
+        Ok(Self { k: joined(&self.k, &others.k)?, v: joined(&self.v, &others.v)? })
+    }
+}
+
 /// The 8-bit codes of keys and values, and their scales.
 pub(super) struct KvCodes {
     pub k: Tensor,

@@ -6,7 +6,7 @@ use super::heads::{ProjectedHeads, split_heads};
 use super::input::{AttentionInput, KeysFrom};
 use super::validate::{CheckedInput, NO_KEYS};
 use super::{LayerOutput, MultiHeadAttention, OP};
-use crate::cache::{AttentionCache, CachedCall, KvFloats, KvSizes};
+use crate::cache::{AttentionCache, CachedCall, KvSizes};
 use crate::mask::AttentionMask;
 use crate::position::{CallContext, KeysByHeads, QueryKeyPositions, ScoreArguments};
 use crate::sdpa::{
@@ -119,8 +119,7 @@ impl MultiHeadAttention {
             KeysFrom::Cache(cache) => {
                 let KeysAndValues { keys, values } = kv.ok_or_else(no_keys)?;
                 let mut staged = cache.stage(&checked.tokens, &keys, Some(&values), values.dim(3)?)?;
-                let appended = self.appended_heads()?;
-                staged.call.appended = appended.map(|KeysAndValues { keys: k, values: v }| KvFloats { k, v });
+                staged.call.appended = self.appended_heads()?;
                 self.modify_for_cache(&mut arguments, input, &checked, &staged.cache)?;
                 cache_after = Some(staged.cache);
                 AttendedKeys::Cached(staged.call)

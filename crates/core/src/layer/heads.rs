@@ -6,6 +6,7 @@ use super::input::{AttentionInput, KeysFrom};
 use super::memory::ProjectedMemory;
 use super::validate::{CheckedInput, KeyValueInputs};
 use super::{MultiHeadAttention, OP};
+use crate::cache::KvFloats;
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
 use candle_attention_modules::linear::{KeysAndValues, Projected};
 use candle_attention_modules::norm::{AllReduce, Norm, QkNormScope};
@@ -162,13 +163,13 @@ impl MultiHeadAttention {
     /// Returns the key heads (1, H_kv, n, D) and value heads (1, H_kv, n, D_v) that the layer appends to the heads of
     /// each sequence: the learned key of PyTorch, the key of zeros, and the learned keys of x-transformers. `None` if
     /// there are none.
-    pub(super) fn appended_heads(&self) -> Result<Option<KeysAndValues>> {
+    pub(super) fn appended_heads(&self) -> Result<Option<KvFloats>> {
         if self.config.appended_keys() == 0 {
             return Ok(None);
         }
-        let keys = self.appended_rows("bias_k", "mem_k", self.config.head_dim())?;
-        let values = self.appended_rows("bias_v", "mem_v", self.config.value_head_dim())?;
-        Ok(Some(KeysAndValues { keys, values }))
+        let k = self.appended_rows("bias_k", "mem_k", self.config.head_dim())?;
+        let v = self.appended_rows("bias_v", "mem_v", self.config.value_head_dim())?;
+        Ok(Some(KvFloats { k, v }))
     }
 
     /// Returns the appended keys, or the appended values: the parameter `learned_row` (1, 1, H_kv · width), zeros, and
@@ -190,10 +191,10 @@ impl MultiHeadAttention {
 
     /// Returns key and value heads (B, H_kv, T, ..), followed by those that the layer appends.
     fn with_appended_heads(&self, heads: KeysAndValues) -> Result<KeysAndValues> {
-        match self.appended_heads()? {
-            Some(appended) => followed_by(&heads, &appended),
-            None => Ok(heads),
-        }
+        let Some(appended) = self.appended_heads()? else { return Ok(heads) };
+        let own = KvFloats { k: heads.keys.contiguous()?, v: heads.values.contiguous()? };
+        let KvFloats { k: keys, v: values } = own.followed_by(&appended)?;
+        Ok(KeysAndValues { keys, values })
     }
 
     /// Projects the keys and values of cross-attention, from an encoder's outputs, once for all steps of a decoder:
@@ -248,16 +249,6 @@ impl MultiHeadAttention {
         // Contiguous heads, since every later call reads them.
         Ok(ProjectedMemory { k: all.keys.contiguous()?, v: all.values.contiguous()?, t_kv, batched })
     }
-}
-
-/// Returns key and value heads (B, H_kv, T, ..), followed by the same other heads (1, H_kv, n, ..) in each sequence.
-fn followed_by(heads: &KeysAndValues, others: &KeysAndValues) -> Result<KeysAndValues> {
-    let joined = |first: &Tensor, last: &Tensor| {
-        let (_, h_kv, n, width) = last.dims4()?;
-        let each = last.broadcast_as((first.dim(0)?, h_kv, n, width))?.contiguous()?;
-        Tensor::cat(&[&first.contiguous()?, &each], 2)
-    };
-    Ok(KeysAndValues { keys: joined(&heads.keys, &others.keys)?, values: joined(&heads.values, &others.values)? })
 }
 
 /// Returns a view (B, T, heads, width) of (B, T, heads · width), which may be columns of a wider product.
