@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Result, bail};
 
-use super::staged::{last, longest, rows_of};
+use super::staged::{longest, rows_of};
 use super::storage::{KvBuffers, Room, StoredRows};
 use super::{AttentionCache, EarlierPadding, OP};
 
@@ -110,7 +110,8 @@ impl AttentionCache {
         let kept = self.rows_to_join(other)?;
         let count = self.stored.len();
         let needed = Room { sequences: count + kept.len(), positions: longest(&self.stored).max(longest(&kept)) };
-        let joined = self.buffers_for(added, needed)?;
+        let present = self.buffers.as_ref().filter(|buffers| buffers.accepts(added));
+        let joined = self.reserve(present, added, &rows_of(&self.stored, &self.stored), needed)?;
         for (n, rows) in rows_of(&other.stored, &kept).iter().enumerate() {
             joined.write_sequence(count + n, 0, &added.rows_of_sequence(rows)?)?;
         }
@@ -224,36 +225,16 @@ impl AttentionCache {
     /// Returns the positions of each sequence of another cache that this one stores.
     fn rows_to_join(&self, other: &Self) -> Result<Vec<Range<usize>>> {
         let limit = self.config.most_held().unwrap_or(usize::MAX);
-        if self.config.window().is_some() {
-            if self.config.shared() {
-                return Ok(other.stored.clone());
-            }
-            return Ok(other.stored.iter().map(|stored| last(stored, limit)).collect());
-        }
-        if let Some(sequence) = other.stored.iter().position(|stored| stored.len() > limit) {
+        let too_long = other.stored.iter().position(|stored| stored.len() > limit);
+        if let Some(sequence) = too_long
+            && self.config.window().is_none()
+        {
             bail!(
-                "[{OP}] sequence {sequence} of the other cache has {} positions, expected at most the capacity of {limit}",
+                "[{OP}] sequence {sequence} of the other cache has {} positions, expected at most the capacity of \
+                 {limit}",
                 other.stored[sequence].len()
             )
         }
-        Ok(other.stored.clone())
-    }
-
-    /// Returns buffers with the present sequences and memory for more: the present buffers if they have it.
-    fn buffers_for(&self, added: &KvBuffers, needed: Room) -> Result<KvBuffers> {
-        let Some(present) = self.buffers.as_ref().filter(|buffers| buffers.accepts(added)) else {
-            let positions = self.larger_capacity(0, needed.positions);
-            return added.zeros(Room { positions, ..needed });
-        };
-        let room = present.room();
-        if needed.sequences <= room.sequences && needed.positions <= room.positions {
-            return Ok(present.clone());
-        }
-        let positions = match needed.positions <= room.positions {
-            true => room.positions,
-            false => self.larger_capacity(room.positions, needed.positions),
-        };
-        let rows: Vec<_> = (0..self.stored.len()).map(|sequence| self.rows_of_sequence(sequence)).collect();
-        present.gather(&rows, Room { sequences: needed.sequences.max(room.sequences), positions })
+        Ok(self.last_stored(&other.stored))
     }
 }

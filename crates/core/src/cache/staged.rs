@@ -70,7 +70,8 @@ impl AttentionCache {
         let buffers = self.buffers.as_ref().filter(has_room);
         let kept = self.evict_for(new, &stored, buffers.map_or(0, KvBuffers::capacity))?;
         let attended = new.appended_to(&kept);
-        let reserved = self.reserve(buffers, &kv, &rows_of(&stored, &kept), longest(&attended))?;
+        let needed = Room { sequences, positions: longest(&attended) };
+        let reserved = self.reserve(buffers, &kv, &rows_of(&stored, &kept), needed)?;
         let staged = reserved.first_sequences(sequences)?;
         staged.append(&kv, &kept, new)?;
         let call = CachedCall {
@@ -109,31 +110,42 @@ impl AttentionCache {
         Ok(stored.iter().map(|positions| last(positions, window - 1)).collect())
     }
 
-    /// Returns buffers with memory for `needed` positions, of which the first ones store `rows` of the present buffers:
-    /// these buffers, if all of their rows are kept and there is memory; else new ones, so that a call that fails
-    /// leaves the cache as it was. A sliding cache needs new ones once in every `capacity - window` positions.
-    fn reserve(
+    /// Returns buffers with memory for `needed`, of which the first ones store `rows` of the present buffers: these
+    /// buffers, if all of their rows are kept and there is memory; else new ones, so that an error leaves the cache as
+    /// it was. A sliding cache needs new ones once in every `capacity - window` positions. `kv` has the format of new
+    /// buffers if there are none.
+    pub(super) fn reserve(
         &self,
         present: Option<&KvBuffers>,
         kv: &KvBuffers,
         rows: &[StoredRows],
-        needed: usize,
+        needed: Room,
     ) -> Result<KvBuffers> {
-        let capacity = present.map_or(0, KvBuffers::capacity);
-        let keeps_all = self.stored.is_empty()
-            || self.stored.iter().zip(rows).all(|(positions, kept)| kept.rows == (0..positions.len()));
-        let positions = self.larger_capacity(capacity, needed);
-        match present {
-            Some(present) if keeps_all && needed <= capacity => Ok(present.clone()),
-            Some(present) => present.gather(rows, Room { positions, ..present.room() }),
-            None => kv.zeros(Room { sequences: rows.len(), positions }),
+        let Some(present) = present else {
+            return kv.zeros(Room { positions: self.larger_capacity(0, needed.positions), ..needed });
+        };
+        let room = present.room();
+        let keeps_all = self.stored.iter().zip(rows).all(|(positions, kept)| kept.rows == (0..positions.len()));
+        let has_positions = keeps_all && needed.positions <= room.positions;
+        if has_positions && needed.sequences <= room.sequences {
+            return Ok(present.clone());
         }
+        let positions =
+            if has_positions { room.positions } else { self.larger_capacity(room.positions, needed.positions) };
+        present.gather(rows, Room { sequences: needed.sequences.max(room.sequences), positions })
     }
 
     /// Returns the capacity of new buffers, which is larger than the present one and at least `needed`.
-    pub(super) fn larger_capacity(&self, present: usize, needed: usize) -> usize {
+    fn larger_capacity(&self, present: usize, needed: usize) -> usize {
         let doubled = present.saturating_mul(2).max(self.config.first_capacity());
         needed.max(doubled.min(self.config.most_held().unwrap_or(usize::MAX)))
+    }
+
+    /// Returns the positions of each sequence that the cache stores: the last ones, unless an earlier layer's cache is
+    /// shared.
+    pub(super) fn last_stored(&self, positions: &[Range<usize>]) -> Vec<Range<usize>> {
+        let limit = self.config.most_held().filter(|_| !self.config.shared()).unwrap_or(usize::MAX);
+        positions.iter().map(|own| last(own, limit)).collect()
     }
 
     /// Returns the cache after a call that attended to the positions `attended` in `buffers`.
@@ -144,13 +156,13 @@ impl AttentionCache {
             is_left_out: self.padding.is_left_out || new.tokens.iter().any(|tokens| tokens.start > 0),
         };
         let config = self.config.clone();
-        let limit = self.config.most_held().unwrap_or(usize::MAX);
-        let kept: Vec<_> = attended.iter().map(|stored| last(stored, limit)).collect();
-        if kept == attended || self.config.shared() {
+        let kept = self.last_stored(&attended);
+        if kept == attended {
             let buffers = Some(buffers.clone());
             return Ok(Self { config, buffers, stored: attended, positions, dtype: Some(dtype), padding });
         }
         // The call attended to more positions than a sliding cache stores.
+        let limit = self.config.most_held().unwrap_or(usize::MAX);
         let room = Room { positions: limit, ..buffers.room() };
         let buffers = Some(buffers.gather(&rows_of(&attended, &kept), room)?);
         Ok(Self { config, buffers, stored: kept, positions, dtype: Some(dtype), padding })
@@ -333,6 +345,6 @@ pub(super) fn longest(sequences: &[Range<usize>]) -> usize {
 }
 
 /// Returns the last n positions, or all if there are fewer.
-pub(super) fn last(positions: &Range<usize>, n: usize) -> Range<usize> {
+fn last(positions: &Range<usize>, n: usize) -> Range<usize> {
     positions.end - positions.len().min(n)..positions.end
 }
