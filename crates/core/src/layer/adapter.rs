@@ -18,9 +18,8 @@ pub(super) struct LoadedAdapter {
     base_projections: Projections,
     /// The other parameters without the adapter.
     base_parameters: ParameterList,
-    /// The projections with the adapter, which is not merged.
-    adapted: Projections,
-    is_merged: bool,
+    /// The projections with the adapter beside their weights, while the layer has the merged ones.
+    unmerged: Option<Projections>,
 }
 
 impl LoadedAdapter {
@@ -29,8 +28,7 @@ impl LoadedAdapter {
         Ok(Self {
             base_projections: self.base_projections.freeze()?,
             base_parameters: self.base_parameters.freeze()?,
-            adapted: self.adapted.freeze()?,
-            is_merged: self.is_merged,
+            unmerged: self.unmerged.as_ref().map(Projections::freeze).transpose()?,
         })
     }
 }
@@ -61,9 +59,6 @@ impl MultiHeadAttention {
                 layer.start_adapter();
                 layer.projections = layer.projections.with_update(&weight.split(&matrices))?;
             }
-        }
-        if let Some(adapter) = &mut layer.adapter {
-            adapter.adapted = layer.projections.clone();
         }
         layer.rebuilt()
     }
@@ -100,9 +95,6 @@ impl MultiHeadAttention {
         let mut layer = base.clone();
         layer.start_adapter();
         layer.projections = load_projections(&self.config, layout, &reader)?;
-        if let Some(adapter) = &mut layer.adapter {
-            adapter.adapted = layer.projections.clone();
-        }
         layer.with_parameters(ParameterList::load(&specs(&self.config, &reader)?, &reader)?)
     }
 
@@ -112,8 +104,7 @@ impl MultiHeadAttention {
             self.adapter = Some(LoadedAdapter {
                 base_projections: self.projections.clone(),
                 base_parameters: self.parameters.clone(),
-                adapted: self.projections.clone(),
-                is_merged: false,
+                unmerged: None,
             });
         }
     }
@@ -142,8 +133,9 @@ impl MultiHeadAttention {
     #[doc(alias = "lora")]
     pub fn merge_adapter(&self) -> Result<Self> {
         let Some(adapter) = &self.adapter else { bail!("[{OP}] there is no adapter to merge") };
-        let projections = adapter.adapted.merge()?;
-        let adapter = Some(LoadedAdapter { is_merged: true, ..adapter.clone() });
+        let unmerged = adapter.unmerged.as_ref().unwrap_or(&self.projections);
+        let projections = unmerged.merge()?;
+        let adapter = Some(LoadedAdapter { unmerged: Some(unmerged.clone()), ..adapter.clone() });
         Self { projections, adapter, ..self.clone() }.rebuilt()
     }
 
@@ -154,14 +146,12 @@ impl MultiHeadAttention {
     /// If memory is short.
     #[doc(alias = "lora")]
     pub fn unmerge_adapter(&self) -> Result<Self> {
-        match &self.adapter {
-            Some(adapter) if adapter.is_merged => {
-                let projections = adapter.adapted.clone();
-                let adapter = Some(LoadedAdapter { is_merged: false, ..adapter.clone() });
-                Self { projections, adapter, ..self.clone() }.rebuilt()
-            }
-            _ => Ok(self.clone()),
-        }
+        let mut layer = self.clone();
+        let Some(unmerged) = layer.adapter.as_mut().and_then(|adapter| adapter.unmerged.take()) else {
+            return Ok(layer);
+        };
+        layer.projections = unmerged;
+        layer.rebuilt()
     }
 
     /// Returns a layer without an adapter whose weights include its current values, for inference or to
