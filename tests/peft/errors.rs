@@ -122,10 +122,12 @@ fn adapted_layer_asked_for_weights_returns_error_with_call() -> Result<()> {
     let scaled = |own: candle_attention::ProjectionModule| -> Result<candle_attention::ProjectionModule> {
         Ok(Arc::new(move |xs: &Tensor| own.forward(xs)? * 2.0))
     };
-    assert_eq!(
-        error_text(layer.map_projection(Projection::Query, scaled)),
-        "[multi_head_attention] the layer has an adapter, expected modules around its projections before the adapter \
-         is loaded"
-    );
+    for adapted in [layer.merge_adapter()?, layer] {
+        assert_eq!(
+            error_text(adapted.map_projection(Projection::Query, scaled)),
+            "[multi_head_attention] the layer has an adapter, expected modules around its projections before the \
+             adapter is loaded"
+        );
+    }
     Ok(())
 }

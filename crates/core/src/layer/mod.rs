@@ -314,6 +314,11 @@ impl MultiHeadAttention {
         projection: Projection,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
+        if self.adapter.is_some() {
+            bail!(
+                "[{OP}] the layer has an adapter, expected modules around its projections before the adapter is loaded"
+            )
+        }
         let outputs = projection_shape(&self.config, projection).outputs;
         self.projections = self.projections.map(outputs, projection, change)?;
         Ok(self)

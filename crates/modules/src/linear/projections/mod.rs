@@ -291,18 +291,13 @@ impl Projections {
     /// Replaces a projection by the module that `change` makes of it. The module has `width` outputs.
     ///
     /// # Errors
-    /// For a projection that the config does not have, for a layer with low-rank updates, and the errors of `change`.
+    /// For a projection that the config does not have, and the errors of `change`.
     pub fn map(
         mut self,
         width: usize,
         projection: Projection,
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
-        if !self.updates.is_empty() {
-            bail!(
-                "[{OP}] the layer has an adapter, expected modules around its projections before the adapter is loaded"
-            )
-        }
         let Some(own) = self.all.remove(&projection) else {
             bail!("[{OP}] there is no {} in the config, expected a projection of the layer", projection.noun())
         };
