@@ -1,6 +1,6 @@
 //! Low-rank updates of projections: LoRA (<https://arxiv.org/abs/2106.09685>).
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::Linear;
 use candle_nn::ops::dropout;
 
@@ -58,9 +58,17 @@ impl LoraUpdate {
         self.b.contains_key(&projection)
     }
 
-    /// Adds the update to the outputs (B, T, out) of the projections that it changes. `xs` is their input (B, T, in).
-    pub fn add_to(&self, outputs: &mut ByProjection<Tensor>, xs: &Tensor, train: bool) -> Result<()> {
-        let changed: Vec<_> = self.b.iter().filter(|(projection, _)| outputs.contains_key(projection)).collect();
+    /// Adds the update to the outputs (B, T, out) of the projections that it changes, of which `kinds` has one for each
+    /// output. `xs` is their input (B, T, in).
+    pub fn add_to(&self, kinds: &[Projection], outputs: &mut [Tensor], xs: &Tensor, train: bool) -> Result<()> {
+        let mut changed = Vec::new();
+        let mut matrices = Vec::new();
+        for (projection, output) in kinds.iter().zip(outputs) {
+            if let Some(b) = self.b.get(projection) {
+                changed.push(output);
+                matrices.push(b);
+            }
+        }
         if changed.is_empty() || xs.elem_count() == 0 {
             return Ok(());
         }
@@ -68,14 +76,9 @@ impl LoraUpdate {
         if train && self.dropout > 0.0 {
             input = dropout(&input, self.dropout)?;
         }
-        let matrices: Vec<_> = changed.iter().map(|(_, b)| *b).collect();
-        for down in PackedProjection::project(&[&self.a], &input)? {
-            let updates = PackedProjection::project(&matrices, &down)?;
-            for ((projection, _), update) in changed.iter().zip(updates) {
-                if let Some(output) = outputs.get_mut(*projection) {
-                    *output = (&*output + (update * self.scaling)?.to_dtype(output.dtype())?)?;
-                }
-            }
+        let updates = PackedProjection::project(&matrices, &self.a.forward(&input)?)?;
+        for (output, update) in changed.into_iter().zip(updates) {
+            *output = (&*output + (update * self.scaling)?.to_dtype(output.dtype())?)?;
         }
         Ok(())
     }

@@ -331,11 +331,11 @@ impl Projections {
                     weights.push(weight);
                 }
             }
-            let mut outputs = kinds.into_iter().zip(PackedProjection::project(&weights, run[0].xs)?).collect();
+            let mut outputs = PackedProjection::project(&weights, run[0].xs)?;
             for update in &self.updates {
-                update.add_to(&mut outputs, run[0].xs, train)?;
+                update.add_to(&kinds, &mut outputs, run[0].xs, train)?;
             }
-            projected.extend(outputs);
+            projected.extend(kinds.into_iter().zip(outputs));
         }
         Ok(projected)
     }
@@ -365,12 +365,12 @@ impl Projections {
     pub fn output(&self, merged: Tensor, residual: Option<&Tensor>, train: bool) -> Result<Tensor> {
         match (self.all.get(&Output), residual) {
             (Some(output), _) => {
-                let projected = output.weight.product(&merged, output.columns.clone(), residual)?;
-                let mut outputs = ByProjection::from([(Output, projected)]);
+                let mut outputs = [output.weight.product(&merged, output.columns.clone(), residual)?];
                 for update in &self.updates {
-                    update.add_to(&mut outputs, &merged, train)?;
+                    update.add_to(&[Output], &mut outputs, &merged, train)?;
                 }
-                outputs.remove(&Output).map_or(Ok(merged), Ok)
+                let [projected] = outputs;
+                Ok(projected)
             }
             (None, Some(residual)) => merged + residual,
             (None, None) => Ok(merged),
