@@ -7,7 +7,7 @@ use candle_nn::VarBuilder;
 
 use super::layout::{Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use super::source::TensorSource;
-use candle_attention_modules::linear::Projection::{Gate, Output, Query};
+use candle_attention_modules::linear::Projection::{Output, Query};
 
 /// The prefixes that training loops, compilers and PEFT put in front of a model's names.
 const WRAPPERS: [&str; 6] = ["module", "_orig_mod", "model", "state_dict", "model_state_dict", "base_model.model"];
@@ -109,8 +109,8 @@ fn partly_there(tensors: &impl TensorSource) -> Option<String> {
     let mut most = Vec::new();
     let mut nearest = None;
     for layout in WeightLayout::all() {
-        let weights = layout.tensors(0, true).into_iter().filter(|tensor| !tensor.is_bias && !tensor.holds(Gate));
-        let names: Vec<_> = weights.map(|tensor| tensor.name()).filter(|name| tensors.contains(name)).collect();
+        let mut names = layout.weight_names();
+        names.retain(|name| tensors.contains(name));
         if names.len() > most.len() {
             most = names;
             nearest = Some(layout);

@@ -16,8 +16,8 @@ impl WeightLayout {
             return with_gate(tensors_of_four(names, Kind::Linear));
         }
         if let Some(names) = self.names_with_heads() {
-            let names_of = if self == Self::KerasH5 { KernelNames::Vars } else { KernelNames::Kernel };
-            return tensors_with_heads(names, names_of);
+            let kernels = if self == Self::KerasH5 { KernelNames::Vars } else { KernelNames::Kernel };
+            return tensors_of_four(names, Kind::Heads(kernels));
         }
         match self {
             Self::Dense(naming) => tensors_of_four(naming.names(), Kind::Dense),
@@ -45,6 +45,13 @@ impl WeightLayout {
     pub fn weight_name(self, projection: Projection, one_width: bool) -> String {
         let tensors = self.tensors(0, one_width);
         tensors.iter().find(|tensor| tensor.holds(projection)).map(LayoutTensor::name).unwrap_or_default()
+    }
+
+    /// Returns the names of the weights of this layout, without gates, for inputs of one width; for a stack, of its
+    /// first head and of the output projection.
+    pub(super) fn weight_names(self) -> Vec<String> {
+        let tensors = self.tensors(0, true);
+        tensors.iter().filter(|tensor| !tensor.is_bias && !tensor.holds(Gate)).map(LayoutTensor::name).collect()
     }
 
     /// Returns whether each head is a module.
@@ -97,17 +104,6 @@ fn tensors_of_stack(naming: Naming, head: usize, kind: Kind) -> Vec<LayoutTensor
     tensors.extend(if naming == Naming::MinGpt { [key, query] } else { [query, key] }.into_iter().flatten());
     tensors.extend(LayoutTensor::of_module(in_head(names.value), kind, &[Value]));
     tensors.extend(LayoutTensor::of_module(names.output, kind, &[Output]));
-    tensors
-}
-
-/// Returns the tensors of four projections whose kernels have a dimension of heads.
-fn tensors_with_heads(names: LinearNames, kernel: KernelNames) -> Vec<LayoutTensor> {
-    let inputs = Kind::Heads { kernel, is_output: false };
-    let mut tensors = Vec::with_capacity(8);
-    tensors.extend(LayoutTensor::of_module(names.query, inputs, &[Query]));
-    tensors.extend(LayoutTensor::of_module(names.key, inputs, &[Key]));
-    tensors.extend(LayoutTensor::of_module(names.value, inputs, &[Value]));
-    tensors.extend(LayoutTensor::of_module(names.output, Kind::Heads { kernel, is_output: true }, &[Output]));
     tensors
 }
 
@@ -179,10 +175,10 @@ impl LayoutTensor {
         match self.kind {
             Kind::Raw(_) if !self.is_bias => self.module.clone(),
             Kind::InProj => format!("{}_{suffix}", self.module),
-            Kind::Heads { kernel: KernelNames::Vars, .. } => {
+            Kind::Heads(KernelNames::Vars) => {
                 format!("{}.vars.{}", self.module, if self.is_bias { 1 } else { 0 })
             }
-            Kind::Dense | Kind::Heads { kernel: KernelNames::Kernel, .. } if !self.is_bias => {
+            Kind::Dense | Kind::Heads(KernelNames::Kernel) if !self.is_bias => {
                 format!("{}.kernel", self.module)
             }
             _ => format!("{}.{suffix}", self.module),
@@ -197,8 +193,8 @@ impl LayoutTensor {
     /// Returns the dimensions in which the tensor is stored.
     pub fn dims(&self) -> StoredDims {
         match self.kind {
-            Kind::Heads { is_output: false, .. } => StoredDims::InHeads,
-            Kind::Heads { is_output: true, .. } => StoredDims::HeadsOut,
+            Kind::Heads(_) if self.projections == [Output] => StoredDims::HeadsOut,
+            Kind::Heads(_) => StoredDims::InHeads,
             Kind::Conv1d | Kind::Dense | Kind::Raw(Orientation::InOut) => StoredDims::InOut,
             Kind::Linear | Kind::Raw(Orientation::OutIn) | Kind::InProj | Kind::OutProj => StoredDims::OutIn,
         }
@@ -216,7 +212,7 @@ pub(super) enum Kind {
     Dense,
     /// A kernel (in, H, D) and perhaps a bias (H, D); the kernel of an output projection is (H, D, out), its bias
     /// (out,).
-    Heads { kernel: KernelNames, is_output: bool },
+    Heads(KernelNames),
     /// The weight itself.
     Raw(Orientation),
     /// `_weight` (out, in), and perhaps `in_proj_bias` for all of q, k and v.

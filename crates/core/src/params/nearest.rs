@@ -1,9 +1,7 @@
 //! The layout whose names are nearest to the names in a file, for errors.
 
 use super::layout::WeightLayout;
-use super::layout_tensors::LayoutTensor;
 use candle_attention_modules::base::edits;
-use candle_attention_modules::linear::Projection::Gate;
 
 /// The number of names and the length of a name up to which names are compared: the time grows with their product.
 const MOST: usize = 48;
@@ -31,9 +29,7 @@ pub fn nearest_layout(names: &[&str]) -> Option<WeightLayout> {
 /// Returns the sum of the edits from each weight of a layout to another name; `None` if a weight has no name near it.
 /// The pair with the fewest edits is taken first.
 fn distance(layout: WeightLayout, stems: &[&str]) -> Option<usize> {
-    let tensors = layout.tensors(0, true);
-    let weights = tensors.iter().filter(|tensor| !tensor.is_bias && !tensor.holds(Gate)).map(LayoutTensor::name);
-    let mut weights: Vec<String> = weights.collect();
+    let mut weights = layout.weight_names();
     // Two names of a packed layout are easily near others, such as the projections of an MLP.
     let strictness = if weights.len() < 3 { 4 } else { 2 };
     let mut free = stems.to_vec();

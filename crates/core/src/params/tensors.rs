@@ -200,11 +200,11 @@ fn initialisation(kind: Kind, is_bias: bool, in_dim: usize, out_dim: usize) -> I
         Kind::Linear if is_bias => linear_bias(in_dim),
         Kind::OutProj if is_bias => DRAWN_THEN_ZEROED,
         Kind::Linear | Kind::OutProj => LINEAR_WEIGHT,
-        Kind::Conv1d | Kind::Raw(_) | Kind::InProj | Kind::Dense | Kind::Heads { .. } if is_bias => Init::Const(0.0),
+        Kind::Conv1d | Kind::Raw(_) | Kind::InProj | Kind::Dense | Kind::Heads(_) if is_bias => Init::Const(0.0),
         Kind::Conv1d => Init::Randn { mean: 0.0, stdev: 0.02 },
         Kind::Raw(_) => Init::Uniform { lo: 0.0, up: 1.0 },
         // The variance of flax' `lecun_normal`.
-        Kind::Dense | Kind::Heads { .. } => Init::Randn { mean: 0.0, stdev: (in_dim as f64).recip().sqrt() },
+        Kind::Dense | Kind::Heads(_) => Init::Randn { mean: 0.0, stdev: (in_dim as f64).recip().sqrt() },
         // `xavier_uniform_`.
         Kind::InProj => {
             let bound = 3f64.sqrt() * (2.0 / (out_dim + in_dim) as f64).sqrt();

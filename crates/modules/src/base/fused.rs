@@ -112,17 +112,13 @@ impl FusedTensor {
 
     /// Returns a stored tensor as (rows, ..).
     fn rows_of(&self, stored: Tensor) -> Result<Tensor> {
-        let is_bias = match self.dims {
-            StoredDims::InHeads => stored.rank() == 2,
-            StoredDims::OutIn | StoredDims::InOut | StoredDims::HeadsOut => stored.rank() == 1,
-        };
-        match self.dims {
-            StoredDims::InHeads if is_bias => stored.flatten_all(),
-            _ if is_bias => Ok(stored),
-            StoredDims::OutIn => Ok(stored),
-            StoredDims::InOut => stored.t(),
-            StoredDims::InHeads => stored.flatten_from(1)?.t(),
-            StoredDims::HeadsOut => stored.flatten_to(1)?.t(),
+        match (self.dims, stored.rank()) {
+            (StoredDims::OutIn, _) | (_, 1) => Ok(stored),
+            (StoredDims::InOut, _) => stored.t(),
+            // A bias.
+            (StoredDims::InHeads, 2) => stored.flatten_all(),
+            (StoredDims::InHeads, _) => stored.flatten_from(1)?.t(),
+            (StoredDims::HeadsOut, _) => stored.flatten_to(1)?.t(),
         }
     }
 
