@@ -154,15 +154,26 @@ impl DeltaCache {
     /// # Errors
     /// For an index that the batch does not have. The cache is unchanged then.
     pub fn reorder(&mut self, sequences: &[usize]) -> Result<()> {
-        let batch = self.lens().len();
-        if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= batch) {
-            bail!("[{OP}] sequence is {sequence}, expected one of the {batch} sequences in the cache")
-        }
+        sequences.iter().try_for_each(|&sequence| self.check_sequence(sequence))?;
         if sequences.is_empty() {
             self.reset();
             return Ok(());
         }
         self.states = self.states.iter().map(|state| state.reordered(sequences)).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// Returns the number of sequences.
+    fn batch(&self) -> usize {
+        self.states.last().map_or(0, |state| state.lens.len())
+    }
+
+    /// Checks that the batch has a sequence.
+    fn check_sequence(&self, sequence: usize) -> Result<()> {
+        let batch = self.batch();
+        if sequence >= batch {
+            bail!("[{OP}] sequence is {sequence}, expected one of the {batch} sequences in the cache")
+        }
         Ok(())
     }
 
@@ -173,11 +184,8 @@ impl DeltaCache {
     /// # Errors
     /// As [`reorder`](Self::reorder).
     pub fn remove(&mut self, sequence: usize) -> Result<()> {
-        let batch = self.lens().len();
-        if sequence >= batch {
-            bail!("[{OP}] sequence is {sequence}, expected one of the {batch} sequences in the cache")
-        }
-        let others: Vec<_> = (0..batch).filter(|&other| other != sequence).collect();
+        self.check_sequence(sequence)?;
+        let others: Vec<_> = (0..self.batch()).filter(|&other| other != sequence).collect();
         self.reorder(&others)
     }
 
@@ -187,11 +195,8 @@ impl DeltaCache {
     /// # Errors
     /// As [`reorder`](Self::reorder).
     pub fn swap_remove(&mut self, sequence: usize) -> Result<()> {
-        let batch = self.lens().len();
-        if sequence >= batch {
-            bail!("[{OP}] sequence is {sequence}, expected one of the {batch} sequences in the cache")
-        }
-        let mut others: Vec<_> = (0..batch).collect();
+        self.check_sequence(sequence)?;
+        let mut others: Vec<_> = (0..self.batch()).collect();
         others.swap_remove(sequence);
         self.reorder(&others)
     }
