@@ -74,7 +74,8 @@ fn cache_join_with_another_format_is_an_error_that_changes_nothing() -> Result<(
         (
             new(),
             filled(&layer_of(&causal().with_num_kv_heads(4))?, &new(), 1, 3)?,
-            "keys (1, 4, T, 16) on Cpu and values (1, 4, T, 16) on Cpu of the other cache do not fit this one, which has",
+            "keys (1, 4, T, 16) on Cpu and values (1, 4, T, 16) on Cpu of the other cache do not fit this one, which \
+             has",
         ),
         (
             new().with_capacity(8).with_growth(false),

@@ -69,14 +69,8 @@ fn at(positions: &Tensor) -> Given<'_> {
 }
 
 fn call<'a>(layer: &MultiHeadAttention, xs: &'a Tensor, cache: &'a mut AttentionCache, given: Given<'a>) -> Result<()> {
-    let mut input = AttentionInput::new(xs).with_cache(cache).with_mask(given.mask).with_positions(given.positions);
-    if let Some(starts) = given.starts {
-        input = input.with_starts(starts);
-    }
-    if let Some(valid_lens) = given.valid_lens {
-        input = input.with_valid_lens(valid_lens);
-    }
-    layer.forward_with(input)?;
+    let input = AttentionInput::new(xs).with_cache(cache).with_mask(given.mask).with_positions(given.positions);
+    layer.forward_with(input.with_starts(given.starts).with_valid_lens(given.valid_lens))?;
     Ok(())
 }
 

@@ -54,8 +54,8 @@ pub enum FullyMaskedRows {
     #[default]
     Zero,
     /// Every key has the weight 1/T_kv, masked or not: the numbers of d2l's `masked_softmax`, which fills scores with
-    /// -1e6 instead of masking them. See <https://d2l.ai>, "Attention Scoring Functions". JAX, flax and Keras fill scores
-    /// in the same way. A sink has no part in such a row.
+    /// -1e6 instead of masking them. See <https://d2l.ai>, "Attention Scoring Functions". JAX, flax and Keras fill
+    /// scores in the same way. A sink has no part in such a row.
     Uniform,
 }
 

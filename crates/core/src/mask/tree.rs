@@ -83,8 +83,8 @@ impl TokenTree {
             expected[node] = 1;
             if *row != expected {
                 bail!(
-                    "[{OP}] row {node} of the mask is {row:?}, expected ones for the node and for the row of its parent, \
-                     which comes before it; `AttentionInput::with_new_token_mask` takes any mask"
+                    "[{OP}] row {node} of the mask is {row:?}, expected ones for the node and for the row of its \
+                     parent, which comes before it; `AttentionInput::with_new_token_mask` takes any mask"
                 )
             }
             parents.push(parent);
