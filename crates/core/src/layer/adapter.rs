@@ -18,7 +18,7 @@ pub(super) struct LoadedAdapter {
     base_projections: Projections,
     /// The other parameters without the adapter.
     base_parameters: ParameterList,
-    /// The projections with the adapter beside their weights, while the layer has the merged ones.
+    /// The projections with weights and adapter apart, while the layer has merged weights.
     unmerged: Option<Projections>,
 }
 
