@@ -250,7 +250,9 @@ impl<X: Number> Right<'_, X> {
                 Self::Matrix { matrix, .. } if !matrix.is_transposed => {
                     let columns = self.columns_of::<K>(panel);
                     for at in 0..steps {
-                        matrix.copy_step::<K>(first + at * K::ELEMENTS, columns.clone(), copy.add(at * K::PANEL));
+                        let row = first + at * K::ELEMENTS;
+                        matrix.prefetch_step::<K>(row, columns.end);
+                        matrix.copy_step::<K>(row, columns.clone(), copy.add(at * K::PANEL));
                     }
                 }
                 Self::Matrix { .. } | Self::Transposed { .. } => {
