@@ -13,7 +13,7 @@ use crate::sdpa::{
     AttentionOutput, AttentionResult, AttentionStatistics, FunctionKeys, OutputOnly, OwnKeys, Plan, Request,
     SdpaOptions, StatisticsOptions, WithStatistics, WithWeights,
 };
-use candle_attention_modules::base::accumulation_dtype;
+use candle_attention_modules::base::{accumulation_dtype, reshape_linked, transpose_linked};
 use candle_attention_modules::linear::KeysAndValues;
 
 impl MultiHeadAttention {
@@ -240,12 +240,12 @@ impl MultiHeadAttention {
     /// and norm. The gate is (B, T, H·D_v) or (B, T, H).
     fn merge_heads(&self, output: &Tensor, gate: Option<&Tensor>) -> Result<Tensor> {
         let (b, h, t, d_v) = output.dims4()?;
-        let heads = output.transpose(1, 2)?;
+        let heads = transpose_linked(output, 1, 2)?;
         let gated = match (self.config.output_gate(), gate) {
             (Some(gate), Some(projected)) => gate.activation.gate(&heads, &split_heads(projected, h)?)?,
             _ => heads,
         };
-        let merged = gated.reshape((b, t, h * d_v))?;
+        let merged = reshape_linked(&gated, (b, t, h * d_v))?;
         match &self.norms.output {
             Some(norm) => norm.forward(&merged),
             None => Ok(merged),

@@ -8,6 +8,7 @@ use super::validate::{CheckedInput, KeyValueInputs};
 use super::{MultiHeadAttention, OP};
 use crate::cache::KvFloats;
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
+use candle_attention_modules::base::{reshape_linked, transpose_linked};
 use candle_attention_modules::linear::{KeysAndValues, Projected};
 use candle_attention_modules::norm::{AllReduce, Norm, QkNormScope};
 
@@ -103,7 +104,7 @@ impl MultiHeadAttention {
         let xs = self.normalized_projection(projected, self.norms.queries.as_ref(), all_reduce)?;
         let heads = split_heads(&xs, self.config.num_heads())?;
         let norm = self.norms.queries.as_ref().filter(|_| !self.norms_span_projections());
-        self.normalized_and_rotated(heads, norm, rotation)?.transpose(1, 2)
+        transpose_linked(&self.normalized_and_rotated(heads, norm, rotation)?, 1, 2)
     }
 
     /// Returns key heads (B, H_kv, T, D), a view of (B, T, H_kv, D), of a projection (B, T, H_kv · D).
@@ -116,7 +117,7 @@ impl MultiHeadAttention {
         let xs = self.normalized_projection(projected, self.norms.keys.as_ref(), all_reduce)?;
         let heads = split_heads(&xs, self.config.num_kv_heads())?;
         let norm = self.norms.keys.as_ref().filter(|_| !self.norms_span_projections());
-        self.normalized_and_rotated(heads, norm, rotation)?.transpose(1, 2)
+        transpose_linked(&self.normalized_and_rotated(heads, norm, rotation)?, 1, 2)
     }
 
     /// Returns value heads (B, H_kv, T, D_v), a view of (B, T, H_kv, D_v), of a projection (B, T, H_kv · D_v).
@@ -126,7 +127,7 @@ impl MultiHeadAttention {
             Some(norm) => norm.forward(&heads)?,
             None => heads,
         };
-        heads.transpose(1, 2)
+        transpose_linked(&heads, 1, 2)
     }
 
     /// Returns whether the norms of queries and keys are over whole projections, and not over each head.
@@ -262,5 +263,5 @@ pub(super) fn split_heads(xs: &Tensor, heads: usize) -> Result<Tensor> {
             return Ok(view);
         }
     }
-    xs.reshape(&split)
+    reshape_linked(xs, &split)
 }

@@ -6,7 +6,7 @@ use super::options::{OutputLayout, SdpaOptions};
 use super::packed::PackedSequences;
 use crate::mask::{AttentionMask, CallRanges, FullyMaskedRows, RowRanges};
 pub(super) use candle_attention_kernels::flash::AttentionDims as Dims;
-use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable};
+use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, transpose_linked};
 
 /// Queries, keys and values.
 #[derive(Clone, Copy)]
@@ -231,7 +231,7 @@ fn expanded(tensor: &Tensor, b: usize) -> Result<Tensor> {
 pub(super) fn swapped_for(layout: OutputLayout, xs: Tensor) -> Result<Tensor> {
     match layout {
         OutputLayout::Bhtd => Ok(xs),
-        OutputLayout::Bthd => xs.transpose(1, 2),
+        OutputLayout::Bthd => transpose_linked(&xs, 1, 2),
     }
 }
 

@@ -13,7 +13,7 @@ use super::projections::Projections;
 use crate::rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
-use candle_attention_modules::base::part;
+use candle_attention_modules::base::{part, reshape_linked, transpose_linked};
 use candle_attention_modules::linear::PackedProjection;
 
 /// The epsilon that every model adds to the sum of squares of a query or a key.
@@ -60,14 +60,15 @@ impl GatedDeltaNet {
         let tokens_of_state = input.cache.is_some().then_some(&tokens);
         let convolution =
             Convolution { taps: self.taps()?, state: conv_state, packed: input.packed, tokens: tokens_of_state };
-        let by_head = |rows: &Tensor| if input.packed.is_some() { rows.squeeze(0) } else { rows.transpose(1, 2) };
+        let by_head =
+            |rows: &Tensor| if input.packed.is_some() { rows.squeeze(0) } else { transpose_linked(rows, 1, 2) };
         let convolved_q = convolution.apply(&projected.q, channels.q)?;
         let convolved_k = convolution.apply(&projected.k, channels.k)?;
         let convolved_v = convolution.apply(&projected.v, channels.v)?;
         let next_conv_state = joined_state([&convolved_q, &convolved_k, &convolved_v])?;
-        let q = by_head(&convolved_q.ys.reshape((b, t, h_k, d_k))?)?;
-        let k = by_head(&convolved_k.ys.reshape((b, t, h_k, d_k))?)?;
-        let v = by_head(&convolved_v.ys.reshape((b, t, h, d_v))?)?;
+        let q = by_head(&reshape_linked(&convolved_q.ys, (b, t, h_k, d_k))?)?;
+        let k = by_head(&reshape_linked(&convolved_k.ys, (b, t, h_k, d_k))?)?;
+        let v = by_head(&reshape_linked(&convolved_v.ys, (b, t, h, d_v))?)?;
         // Padding neither decays a state nor writes to it.
         let gates = self.gates(&projected)?;
         let beta = by_head(&tokens.without_padding(gates.beta)?)?;
@@ -90,9 +91,10 @@ impl GatedDeltaNet {
             Some(gate_up) => gate_up.forward(&projected.gate)?,
             None => projected.gate,
         };
-        let normed = self.norm.forward_gated(&ys, &gate.reshape((b, t, h, d_v))?, cfg.gate_activation())?;
+        let gate = reshape_linked(&gate, (b, t, h, d_v))?;
+        let normed = self.norm.forward_gated(&ys, &gate, cfg.gate_activation())?;
         let residual = input.residual.map(|residual| residual.reshape(xs.shape())).transpose()?;
-        let heads = self.out_order.reorder_from_grouped(&normed.reshape((b, t, h * d_v))?, 2)?;
+        let heads = self.out_order.reorder_from_grouped(&reshape_linked(&normed, (b, t, h * d_v))?, 2)?;
         let output = self.out.product(&heads, 0..cfg.embed_dim(), residual.as_ref())?;
         if let (Some(cache), Some(next_conv_state)) = (&mut input.cache, &next_conv_state) {
             cache.advance(tokens.ends().collect(), next_conv_state, &states)?;

@@ -23,7 +23,9 @@ use crate::sdpa::{
     AttentionOutput, AttentionStatistics, FunctionKeys, OutputOnly, OwnKeys, Plan, Request, StatisticsOptions,
     WithStatistics, WithWeights,
 };
-use candle_attention_modules::base::{HeadCounts, HeadShard, Heads, ParameterReader, Share, is_addressable, part};
+use candle_attention_modules::base::{
+    HeadCounts, HeadShard, Heads, ParameterReader, Share, is_addressable, part, reshape_linked, transpose_linked,
+};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
@@ -443,10 +445,10 @@ impl MultiHeadLatentAttention {
 
     /// Projects the attention output of a call to the layer's output (B, T, E).
     fn project_output(&self, output: &Tensor, absorbs: bool, residual: Option<&Tensor>) -> Result<Tensor> {
-        let heads = output.transpose(1, 2)?;
+        let heads = transpose_linked(output, 1, 2)?;
         let values = if absorbs { self.values_of(&heads)? } else { heads };
         let (b, t, h, d_v) = values.dims4()?;
-        self.out.product(&values.reshape((b, t, h * d_v))?, 0..self.out.out_dim(), residual)
+        self.out.product(&reshape_linked(&values, (b, t, h * d_v))?, 0..self.out.out_dim(), residual)
     }
 }
 

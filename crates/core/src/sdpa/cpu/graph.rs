@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, WithDType};
 
 use super::super::call::{Call, Dims, Qkv, swapped_for};
+use super::super::options::OutputLayout;
 use super::super::score_tensors::{ByInput, is_tracked};
 use super::KernelCall;
 use candle_attention_kernels::flash::{
@@ -58,6 +59,13 @@ impl KernelCall {
         self.score_tensors.with_qkv(Qkv { q, k, v })
     }
 
+    /// Returns the order in memory of the gradients of q, k and v: that of q, so that the gradient of a view of (B, T, H,
+    /// D) is such a view too.
+    fn gradient_layout(&self) -> OutputLayout {
+        let strides = self.call.q.stride();
+        if strides[2] > strides[1] { OutputLayout::Bthd } else { OutputLayout::Bhtd }
+    }
+
     /// Computes the gradients of the inputs that are tracked. The output and its gradient are as they are stored.
     fn gradients<E: Element>(
         &self,
@@ -77,7 +85,9 @@ impl KernelCall {
             Some(bias) if bias.track_op() => Some(bias.dims4()?.into()),
             _ => None,
         };
+        let layout = self.gradient_layout();
         let wanted = RequestedGradients {
+            layout,
             q: is_tracked(inputs.q),
             k: is_tracked(inputs.k),
             v: is_tracked(inputs.v),
@@ -92,13 +102,28 @@ impl KernelCall {
             flash::attend_backward(&problem, self.instruction_set, wanted)
         })?;
         Ok(ByInput {
-            q: gradient_of(inputs.q, found.q)?,
-            k: gradient_of(inputs.k, found.k)?,
-            v: gradient_of(inputs.v, found.v)?,
+            q: heads_gradient(inputs.q, found.q, layout)?,
+            k: heads_gradient(inputs.k, found.k, layout)?,
+            v: heads_gradient(inputs.v, found.v, layout)?,
             bias: gradient_of(inputs.bias, found.bias)?,
             relative_bias: gradient_of(inputs.relative_bias, found.relative_bias)?,
             slopes: gradient_of(inputs.slopes, found.slopes)?,
             sinks: gradient_of(inputs.sinks, found.sinks)?,
         })
+    }
+}
+
+/// Returns the gradient of queries, keys or values (B, H, T, ..), whose numbers are in the order of a layout.
+fn heads_gradient<E: WithDType>(
+    heads: Option<&Tensor>,
+    numbers: Option<Vec<E>>,
+    layout: OutputLayout,
+) -> Result<Option<Tensor>> {
+    match (heads, layout) {
+        (Some(heads), OutputLayout::Bthd) => {
+            let stored = gradient_of(Some(&heads.transpose(1, 2)?), numbers)?;
+            stored.map(|gradient| gradient.transpose(1, 2)).transpose()
+        }
+        _ => gradient_of(heads, numbers),
     }
 }

@@ -1,6 +1,6 @@
 //! The backward pass as the caller describes it, and the same once it is checked.
 
-use super::gradients::{GradientPointers, RequestedGradients};
+use super::gradients::{GradientPointers, GradientRows, RequestedGradients};
 use crate::flash::call::AttentionCall;
 use crate::flash::options::SoftmaxStats;
 use crate::flash::problem::AttentionProblem;
@@ -29,4 +29,18 @@ pub struct AttentionBackwardCall<'a, E> {
     pub(super) lse_grad: Option<&'a [f32]>,
     pub(super) requested: RequestedGradients,
     pub(super) to: GradientPointers<E>,
+}
+
+impl<E> AttentionBackwardCall<'_, E> {
+    /// Returns the rows of the gradients of the queries.
+    pub(super) fn query_rows(&self) -> GradientRows {
+        let dims = &self.call.inputs.dims;
+        self.requested.rows(dims.h, dims.t_q, dims.d)
+    }
+
+    /// Returns the rows of the gradients of keys or values of a width.
+    pub(super) fn key_rows(&self, width: usize) -> GradientRows {
+        let dims = &self.call.inputs.dims;
+        self.requested.rows(dims.h_kv, dims.t_kv, width)
+    }
 }

@@ -5,12 +5,14 @@ use crate::cpu::{Format, SharedPtr, Unwritten};
 use crate::error::Error;
 use crate::flash::dims::AttentionDims;
 use crate::flash::memory::{unwritten, zeros};
-use crate::flash::problem::AttentionProblem;
+use crate::flash::problem::{AttentionProblem, OutputLayout};
 use crate::number::Number;
 
 /// The gradients that [`attend_backward`](crate::flash::attend_backward) computes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RequestedGradients {
+    /// The order in memory of the gradients of queries, keys and values.
+    pub layout: OutputLayout,
     /// The gradient of the queries.
     pub q: bool,
     /// The gradient of the keys.
@@ -31,11 +33,11 @@ pub struct RequestedGradients {
 /// The requested gradients, contiguous.
 #[derive(Debug, Clone, Default)]
 pub struct AttentionGradients<E> {
-    /// (B, H, T_q, D).
+    /// (B, H, T_q, D), or (B, T_q, H, D) if that is the requested layout.
     pub q: Option<Vec<E>>,
-    /// (B, H_kv, T_kv, D), summed over the queries of the heads that share a key head.
+    /// (B, H_kv, T_kv, D), or (B, T_kv, H_kv, D), summed over the queries of the heads that share a key head.
     pub k: Option<Vec<E>>,
-    /// (B, H_kv, T_kv, D_v).
+    /// (B, H_kv, T_kv, D_v), or (B, T_kv, H_kv, D_v).
     pub v: Option<Vec<E>>,
     /// In the requested shape.
     pub bias: Option<Vec<f32>>,
@@ -48,6 +50,14 @@ pub struct AttentionGradients<E> {
 }
 
 impl RequestedGradients {
+    /// Returns the rows of the gradients of some heads of a length in memory.
+    pub(super) fn rows(&self, heads: usize, len: usize, width: usize) -> GradientRows {
+        match self.layout {
+            OutputLayout::Bhtd => GradientRows { sequence: heads * len * width, head: len * width, position: width },
+            OutputLayout::Bthd => GradientRows { sequence: heads * len * width, head: width, position: heads * width },
+        }
+    }
+
     /// Checks that the call has the tensors whose gradients are requested.
     pub(super) fn check<E>(&self, forward: &AttentionProblem<E>) -> Result<(), Error> {
         let scores = &forward.scores;
@@ -76,6 +86,21 @@ impl RequestedGradients {
     }
 }
 
+/// The elements from a row of a gradient of queries, keys or values to the row of the next sequence, head or position.
+#[derive(Clone, Copy)]
+pub(super) struct GradientRows {
+    pub sequence: usize,
+    pub head: usize,
+    pub position: usize,
+}
+
+impl GradientRows {
+    /// Returns the index of the first element of a row.
+    pub fn start(&self, b: usize, head: usize, position: usize) -> usize {
+        b * self.sequence + head * self.head + position * self.position
+    }
+}
+
 /// A gradient that tiles add to.
 struct Sums {
     shape: [usize; 4],
@@ -101,7 +126,7 @@ impl Sums {
 pub(super) struct GradientPointers<E> {
     /// The row terms of the softmax, (B, H, T_q), computed by [`AttentionBackwardCall::prepare_rows`](super::call::AttentionBackwardCall::prepare_rows).
     pub deltas: SharedPtr<f32>,
-    /// The sums of the queries' gradients, (B, H, T_q, D): the gradients themselves in f32.
+    /// The sums of the queries' gradients in the requested layout: the gradients themselves in f32.
     pub q_sums: SharedPtr<f32>,
     /// The gradients of the queries where they are not f32.
     pub q: Option<SharedPtr<E>>,

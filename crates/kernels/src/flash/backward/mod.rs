@@ -26,8 +26,7 @@ pub use call::AttentionBackwardProblem;
 use gradients::GradientMemory;
 pub use gradients::{AttentionGradients, RequestedGradients};
 
-/// Computes the gradients of a call of [`attend`](super::attend), on the calling thread and on helper
-/// rayon pool. They are the same to the bit for any number of threads, and for any other sequences in the batch.
+/// Computes the gradients of a call of [`attend`](super::attend), on the calling thread and on helper threads. They are the same to the bit for any number of threads, and for any other sequences in the batch.
 ///
 /// The gradient of a fully masked query is zeros. NaN and infinities in keys, values, queries and gradients reach only
 /// the queries and keys that attend to each other.

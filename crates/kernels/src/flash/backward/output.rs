@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
+use super::gradients::GradientRows;
 use crate::cpu::{MAX_LANES, SharedPtr, Vector};
 use crate::flash::dims::{AttentionDims, QueryRow};
 use crate::flash::tile::Tile;
 use crate::number::{load_first, store_first};
 
-/// A contiguous tensor for a gradient, in f32, of rank 4. Each of the first three dimensions is that of (B, H, T_q), or
+/// A tensor for a gradient, in f32, of rank 4. Each of the first three dimensions is that of (B, H, T_q), or
 /// 1. The last dimension is T_kv (or 1) for a bias, the number of entries for a relative bias, and D for queries.
 #[derive(Clone, Copy)]
 pub(super) struct GradientOutput {
@@ -28,6 +29,11 @@ impl GradientOutput {
             stride = usize::wrapping_mul(stride, shape[n]);
         }
         Self { at, strides, is_summed_over_queries: shape[2] == 1 }
+    }
+
+    /// Describes the gradient of the queries.
+    pub fn of_rows(at: SharedPtr<f32>, rows: GradientRows) -> Self {
+        Self { at, strides: [rows.sequence, rows.head, rows.position, 1], is_summed_over_queries: false }
     }
 
     /// Returns whether key heads or sequences share entries.

@@ -21,6 +21,7 @@ impl<E: Number> AttentionBackwardCall<'_, E> {
         let lanes = V::LANES;
         let dims = &call.inputs.dims;
         let options = &call.inputs.options;
+        let gradients = self.query_rows();
         let mut sink_sum = 0f64;
         for query in 0..dims.t_q {
             let row = QueryRow { b: head / dims.h, head: head % dims.h, query };
@@ -29,7 +30,7 @@ impl<E: Number> AttentionBackwardCall<'_, E> {
             // it.
             unsafe {
                 if self.requested.q {
-                    self.to.q_sums.add(index * dims.d).write_bytes(0, dims.d);
+                    self.to.q_sums.add(gradients.start(row.b, row.head, query)).write_bytes(0, dims.d);
                 }
                 let output = call.output_row(row).cast_const();
                 let gradient = query_row(&self.output_grad, row);
@@ -70,15 +71,18 @@ impl<E: Number> AttentionBackwardCall<'_, E> {
     pub(super) unsafe fn round_queries<V: Vector>(&self, head: usize, to: SharedPtr<E>) {
         let dims = &self.call.inputs.dims;
         let lanes = V::LANES;
-        let count = dims.t_q * dims.d;
-        let first = head * count;
-        let end = first + count;
-        for at in (first..end).step_by(lanes) {
-            let width = lanes.min(end - at);
-            // SAFETY: the processor has the instruction set of V; both have the elements, which no other thread writes.
-            unsafe {
-                let sum: V = load_first::<f32, _>(self.to.q_sums.add(at), width);
-                store_first(sum, to.add(at), width);
+        let rows = self.query_rows();
+        for query in 0..dims.t_q {
+            let row = rows.start(head / dims.h, head % dims.h, query);
+            for column in (0..dims.d).step_by(lanes) {
+                let width = lanes.min(dims.d - column);
+                let at = row + column;
+                // SAFETY: the processor has the instruction set of V; both have the elements, which no other thread
+                // writes.
+                unsafe {
+                    let sum: V = load_first::<f32, _>(self.to.q_sums.add(at), width);
+                    store_first(sum, to.add(at), width);
+                }
             }
         }
     }

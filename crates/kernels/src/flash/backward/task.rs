@@ -86,8 +86,10 @@ impl BackwardTask<'_> {
         let Self { memory, kv, keys, tiles, chain, index, modifiers } = self;
         let inputs = &backward.call.inputs;
         let units = inputs.options.units(K::IS_BF16);
-        let AttentionDims { b, h, t_q, t_kv, d, d_v, .. } = inputs.dims;
-        let queries = GradientOutput::new(backward.to.q_sums, [b, h, t_q, d]);
+        let AttentionDims { d, d_v, .. } = inputs.dims;
+        let queries = GradientOutput::of_rows(backward.to.q_sums, backward.query_rows());
+        let key_rows = backward.key_rows(d);
+        let value_rows = backward.key_rows(d_v);
         // Entries that other tasks add to as well, tile by tile.
         let shared = backward.to.bias.filter(|bias| !bias.is_summed_over_queries);
         // SAFETY: as this method's contract.
@@ -120,13 +122,17 @@ impl BackwardTask<'_> {
                 }
             }
             for block in &blocks {
-                let first = inputs.dims.kv_index(kv) * t_kv + block.keys().start;
+                let first = block.keys().start;
                 let count = block.keys().len();
                 if let Some(to) = backward.to.k {
-                    write_sums::<K, E>(&memory.sizes.d, block.k.sums, to.add(first * d), count);
+                    let rows = key_rows;
+                    let to = to.add(rows.start(kv.b, kv.head, first));
+                    write_sums::<K, E>(&memory.sizes.d, block.k.sums, to, rows.position, count);
                 }
                 if let Some(to) = backward.to.v {
-                    write_sums::<K, E>(&memory.sizes.d_v, block.v.sums, to.add(first * d_v), count);
+                    let rows = value_rows;
+                    let to = to.add(rows.start(kv.b, kv.head, first));
+                    write_sums::<K, E>(&memory.sizes.d_v, block.v.sums, to, rows.position, count);
                 }
             }
         }
@@ -225,12 +231,12 @@ unsafe fn pack_row_panels<K: Kernel, E: Number>(rows: &TileRows<E>, size: &RowSi
     }
 }
 
-/// Writes the sums of a block's gradients (panels, block, panel) as `count` rows.
+/// Writes the sums of a block's gradients (panels, block, panel) as `count` rows, `stride` elements apart.
 ///
 /// # Safety
 /// The processor has the instruction set of K; `to` has the rows, which no other thread writes.
 #[inline(always)]
-unsafe fn write_sums<K: Kernel, E: Number>(size: &RowSize, sums: *const f32, to: *mut E, count: usize) {
+unsafe fn write_sums<K: Kernel, E: Number>(size: &RowSize, sums: *const f32, to: *mut E, stride: usize, count: usize) {
     let lanes = K::Vector::LANES;
     for panel in 0..size.panels {
         let columns = size.columns(lanes, panel);
@@ -238,7 +244,7 @@ unsafe fn write_sums<K: Kernel, E: Number>(size: &RowSize, sums: *const f32, to:
             let from = sums.wrapping_add((panel * K::BLOCK + row) * K::PANEL);
             // SAFETY: as this function's contract.
             unsafe {
-                let to = to.add(row * size.width + columns.start);
+                let to = to.add(row * stride + columns.start);
                 for column in (0..columns.len()).step_by(lanes) {
                     let sum = K::Vector::load(from.add(column));
                     store_first(sum, to.add(column), lanes.min(columns.len() - column));

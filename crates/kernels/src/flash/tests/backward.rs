@@ -7,8 +7,8 @@ use super::{numbers, on_miri_only_scalar};
 use crate::Element;
 use crate::cpu::InstructionSet;
 use crate::flash::{
-    AttentionBackwardProblem, AttentionDims, AttentionGradients, RequestedGradients, SoftmaxStats, Strided,
-    attend_backward, attend_vec,
+    AttentionBackwardProblem, AttentionDims, AttentionGradients, OutputLayout, RequestedGradients, SoftmaxStats,
+    Strided, attend_backward, attend_vec,
 };
 
 /// Runs forward and backward on one instruction set; the gradients of the results are arbitrary numbers.
@@ -17,6 +17,7 @@ fn backward<E: Element + Into<f32>>(
     data: &Data<E>,
     instruction_set: InstructionSet,
     factors: &Factors<E>,
+    layout: OutputLayout,
 ) -> AttentionGradients<E> {
     let AttentionDims { h, t_q, d_v, .. } = case.dims;
     let forward = case.problem(data);
@@ -28,6 +29,7 @@ fn backward<E: Element + Into<f32>>(
     let has_modifiers = case.has_modifiers;
     let bias = has_modifiers.then_some([1, 1, t_q, case.dims.t_kv]);
     let requested = RequestedGradients {
+        layout,
         q: true,
         k: true,
         v: true,
@@ -149,7 +151,7 @@ fn check<E: Element + Into<f32>>(case: &Case, instruction_sets: &[InstructionSet
     let factors = Factors::<E> { output: numbers(b * h * t_q * d_v, 7), lse: numbers(b * h * t_q, 8) };
     let expected = central_differences(case, &factors);
     for &instruction_set in instruction_sets {
-        let gradients = backward(case, &case.data::<E>(), instruction_set, &factors);
+        let gradients = backward(case, &case.data::<E>(), instruction_set, &factors, OutputLayout::Bhtd);
         for &Probe { input, entry, gradient } in &expected {
             let found = input.gradient(&gradients);
             assert!(found.iter().all(|x| x.is_finite()), "{instruction_set}, {case}, {input:?}: {found:?}");
@@ -174,5 +176,44 @@ fn backward_with_causal_softcap_alibi_sinks_dropout_matches_central_differences(
             check::<bf16>(&case, &instruction_sets, 2e-2);
             check::<f16>(&case, &instruction_sets, 3e-3);
         }
+    }
+}
+
+/// Returns the numbers of (B, heads, T, width) from those of (B, T, heads, width).
+fn heads_first<E: Copy>(numbers: &[E], [b, heads, t, width]: [usize; 4]) -> Vec<E> {
+    let mut reordered = Vec::with_capacity(numbers.len());
+    for sequence in 0..b {
+        for head in 0..heads {
+            for position in 0..t {
+                let start = ((sequence * t + position) * heads + head) * width;
+                reordered.extend_from_slice(&numbers[start..start + width]);
+            }
+        }
+    }
+    reordered
+}
+
+fn check_layouts<E: Element + Into<f32> + PartialEq + std::fmt::Debug>(case: &Case) {
+    let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = case.dims;
+    let factors = Factors::<E> { output: numbers(b * h * t_q * d_v, 7), lse: numbers(b * h * t_q, 8) };
+    for instruction_set in on_miri_only_scalar() {
+        let run = |layout| backward(case, &case.data::<E>(), instruction_set, &factors, layout);
+        let expected = run(OutputLayout::Bhtd);
+        let found = run(OutputLayout::Bthd);
+        let reordered = |gradient: Option<Vec<E>>, shape| gradient.map(|numbers| heads_first(&numbers, shape));
+        assert_eq!(reordered(found.q, [b, h, t_q, d]), expected.q, "{instruction_set}, {case}");
+        assert_eq!(reordered(found.k, [b, h_kv, t_kv, d]), expected.k, "{instruction_set}, {case}");
+        assert_eq!(reordered(found.v, [b, h_kv, t_kv, d_v]), expected.v, "{instruction_set}, {case}");
+        assert_eq!(found.bias, expected.bias, "{instruction_set}, {case}");
+    }
+}
+
+#[test]
+fn backward_in_either_layout_has_the_same_gradients() {
+    for dims in [dims(2, 9, 3, 2, 3), dims(2, 11, 13, 9, 4)] {
+        let case = Case::new(dims, true, true);
+        check_layouts::<f32>(&case);
+        check_layouts::<bf16>(&case);
+        check_layouts::<f16>(&case);
     }
 }

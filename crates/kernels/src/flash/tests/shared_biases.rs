@@ -46,6 +46,7 @@ fn gradients<E: Element + Into<f32>>(
     let output_grad = rows(&factors, h, t_q, d_v);
     let problem = AttentionBackwardProblem { forward, output: &output, stats: &stats, output_grad, lse_grad: None };
     let requested = RequestedGradients {
+        layout: OutputLayout::Bhtd,
         q: true,
         k: true,
         v: true,

@@ -37,22 +37,26 @@
 //!
 //! `join` is on the device of the operands. On CUDA its turn in a backward pass therefore begins with reading one or
 //! two numbers back: the host waits until the device has done what was launched before, and launches nothing meanwhile.
-//! Operations with at most three tracked operands and one result have no `join` and never wait.
+//! On CUDA, operations with at most three tracked operands and one result have no `join` and never wait. On the CPU, a
+//! large result has one too, which is called its [`link`].
 //!
 //! The number is new for every message and travels with the gradients of one backward pass. Passes over one graph can
 //! therefore run at the same time, in any threads: each finds its own messages. The messages of a pass
 //! that fails on the way are never taken. They are freed with the graph.
 
+mod link;
 mod mailbox;
 mod numbers;
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Error, Layout, Result, Shape, Storage, Tensor, WithDType};
 
+use link::{Destination, Link};
 use mailbox::{Mailbox, NOTHING};
 use numbers::Computed;
 
+pub use link::{reshape_linked, transpose_linked};
 pub use numbers::IntoStorage;
 
 /// Computes the gradients of a node's operands, in their order, from the node's result and its gradient.
@@ -74,16 +78,40 @@ pub fn record(
     backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let result = Computed { storage: numbers.into_storage(), shape: shape.into() };
-    let operands = Operands::new(operands);
-    if operands.tracked.is_empty() {
-        return Ok(result.untracked());
-    }
-    let is_tracked = operands.is_tracked;
-    let of_tracked = move |stored: &Tensor, gradient: &Tensor| {
-        let gradients = backward(stored, gradient)?;
-        Ok(tracked_only(gradients, &is_tracked))
+    let Operands { nodes, senders } = Operands::new(operands);
+    let Some(first) = nodes.first() else { return Ok(result.untracked()) };
+    // On CUDA, the host would have to wait for the numbers of messages.
+    let has_link = first.device().is_cpu() && result.shape.elem_count() >= link::MIN_ELEMENTS;
+    let of_nodes = move |stored: &Tensor, gradient: &Tensor| senders.send(backward(stored, gradient)?);
+    if has_link { with_link(name, &nodes, result, of_nodes) } else { node(name, &nodes, result, Box::new(of_nodes)) }
+}
+
+/// Adds a result and its [`Link`] to Candle's graph.
+fn with_link(
+    name: &'static str,
+    operands: &[Tensor],
+    result: Computed,
+    backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    let mailbox = Mailbox::default();
+    let received = mailbox.clone();
+    let result_of_forward = Arc::new(OnceLock::<Tensor>::new());
+    let stored = result_of_forward.clone();
+    let backward_of_link = move |_: &Tensor, numbers: &Tensor| {
+        let gradient = link::receive(name, &received, numbers)?;
+        let Some(stored) = stored.get() else {
+            return Err(Error::msg(format!("[{name}] the backward pass began before the operation was in the graph")));
+        };
+        backward(stored, &gradient)
     };
-    node(name, &operands.tracked, result, Box::new(of_tracked))
+    let numbers = numbers::join(name, link::ENTRIES, operands[0].device())?;
+    let link = Link::new(node(name, operands, numbers, Box::new(backward_of_link))?, mailbox);
+    let own = link.clone();
+    let send_own = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(own.send(0, gradient)?)]);
+    let result = node(name, std::slice::from_ref(&link.numbers), result, Box::new(send_own))?;
+    result_of_forward.get_or_init(|| result.detach());
+    link::set_link(&result, &link);
+    Ok(result)
 }
 
 /// Returns the two results of an operation that a kernel has computed; see [`record`].
@@ -103,12 +131,11 @@ pub fn record_two(
 ) -> Result<[Tensor; 2]> {
     let first = Computed { storage: first.into_storage(), shape: first_shape.into() };
     let second = Computed { storage: second.into_storage(), shape: second_shape.into() };
-    let operands = Operands::new(operands);
-    let Some(tracked) = operands.tracked.first() else { return Ok([first.untracked(), second.untracked()]) };
+    let Operands { nodes, senders } = Operands::new(operands);
+    let Some(tracked) = nodes.first() else { return Ok([first.untracked(), second.untracked()]) };
     let join_numbers = numbers::join(name, 2, tracked.device())?;
 
     let mailbox = Mailbox::<ResultGradient>::default();
-    let is_tracked = operands.is_tracked;
     let received = mailbox.clone();
     let backward_of_both = move |_: &Tensor, tickets: &Tensor| {
         let tickets = tickets.to_vec1::<f64>()?;
@@ -122,9 +149,9 @@ pub fn record_two(
             None => result.zeros_like()?,
         };
         let gradients = backward(result, &first_gradient, of_second.as_ref().map(|message| message.gradient.clone()))?;
-        Ok(tracked_only(gradients, &is_tracked))
+        senders.send(gradients)
     };
-    let join = node(name, &operands.tracked, join_numbers, Box::new(backward_of_both))?;
+    let join = node(name, &nodes, join_numbers, Box::new(backward_of_both))?;
 
     let sent = mailbox.clone();
     let send_first = move |result: &Tensor, gradient: &Tensor| {
@@ -155,23 +182,47 @@ pub fn gradient_of<E: WithDType>(operand: Option<&Tensor>, numbers: Option<Vec<E
     Ok(Some(Tensor::from_vec(numbers, operand.shape(), operand.device())?))
 }
 
-/// The operands of an operation, and which of them are tracked for gradients.
+/// The operands of an operation that are tracked for gradients.
 struct Operands {
-    tracked: Vec<Tensor>,
-    /// For each operand, in the order in which they were given.
-    is_tracked: Vec<bool>,
+    /// The tensors in Candle's graph to which gradients are returned: the tracked operands, or their links.
+    nodes: Vec<Tensor>,
+    senders: Senders,
+}
+
+/// For each operand, in the order in which they were given: where to send its gradient, if it is tracked.
+struct Senders {
+    by_operand: Vec<Option<Destination>>,
 }
 
 impl Operands {
     fn new(operands: &[Option<&Tensor>]) -> Self {
-        let mut tracked = Vec::new();
-        let mut is_tracked = Vec::with_capacity(operands.len());
+        let mut nodes = Vec::new();
+        let mut by_operand = Vec::with_capacity(operands.len());
         for operand in operands {
-            let wanted = operand.filter(|operand| operand.track_op());
-            is_tracked.push(wanted.is_some());
-            tracked.extend(wanted.cloned());
+            let Some(operand) = operand.filter(|operand| operand.track_op()) else {
+                by_operand.push(None);
+                continue;
+            };
+            let destination = Destination::of(operand);
+            nodes.push(destination.node(operand));
+            by_operand.push(Some(destination));
         }
-        Self { tracked, is_tracked }
+        Self { nodes, senders: Senders { by_operand } }
+    }
+}
+
+impl Senders {
+    /// Sends the gradients of all operands, and returns the gradients of the tensors in Candle's graph.
+    fn send(&self, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let mut sent = Vec::with_capacity(gradients.len());
+        for (gradient, destination) in gradients.into_iter().zip(&self.by_operand) {
+            let Some(destination) = destination else { continue };
+            sent.push(match gradient {
+                Some(gradient) => Some(destination.send(gradient)?),
+                None => None,
+            });
+        }
+        Ok(sent)
     }
 }
 
@@ -180,17 +231,6 @@ struct ResultGradient {
     /// The first result, which the backward pass of the kernel reads.
     first_result: Tensor,
     gradient: Tensor,
-}
-
-/// Returns the gradients of the operands that are tracked.
-fn tracked_only(gradients: Vec<Option<Tensor>>, is_tracked: &[bool]) -> Vec<Option<Tensor>> {
-    let mut tracked = Vec::with_capacity(gradients.len());
-    for (gradient, wants_gradient) in gradients.into_iter().zip(is_tracked) {
-        if *wants_gradient {
-            tracked.push(gradient);
-        }
-    }
-    tracked
 }
 
 /// Adds a node with any number of operands, all of them tracked, to Candle's graph.
