@@ -109,7 +109,7 @@ impl<X: Number> Matrix<'_, X> {
     pub(super) unsafe fn prefetch_step<K: Kernel>(&self, row: usize, column: usize) {
         for line in row..row + K::ELEMENTS {
             let at = self.data.as_ptr().wrapping_add(line.wrapping_mul(self.stride)).wrapping_add(column);
-            // SAFETY: as this method's contract; an address may be prefetched whatever it is.
+            // SAFETY: as this method's contract; any address may be prefetched.
             unsafe { prefetch_bytes::<K::Vector>(at.cast(), K::PANEL * size_of::<X>()) };
         }
     }

@@ -59,8 +59,8 @@ impl KernelCall {
         self.score_tensors.with_qkv(Qkv { q, k, v })
     }
 
-    /// Returns the order in memory of the gradients of q, k and v: that of q, so that the gradient of a view of (B, T, H,
-    /// D) is such a view too.
+    /// Returns the order in memory of the gradients of q, k and v: the order of q. The gradient of a view of (B, T, H,
+    /// D) is such a view too, and is contiguous once the view is undone.
     fn gradient_layout(&self) -> OutputLayout {
         let strides = self.call.q.stride();
         if strides[2] > strides[1] { OutputLayout::Bthd } else { OutputLayout::Bhtd }

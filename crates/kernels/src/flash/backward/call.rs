@@ -1,6 +1,7 @@
 //! The backward pass as the caller describes it, and the same once it is checked.
 
-use super::gradients::{GradientPointers, GradientRows, RequestedGradients};
+use super::gradients::{GradientPointers, RequestedGradients};
+use super::output::GradientRows;
 use crate::flash::call::AttentionCall;
 use crate::flash::options::SoftmaxStats;
 use crate::flash::problem::AttentionProblem;

@@ -1,6 +1,6 @@
 //! The gradients of a call: the requested ones, their memory, and the results.
 
-use super::output::GradientOutput;
+use super::output::{GradientOutput, GradientRows};
 use crate::cpu::{Format, SharedPtr, Unwritten};
 use crate::error::Error;
 use crate::flash::dims::AttentionDims;
@@ -83,21 +83,6 @@ impl RequestedGradients {
             return Err(Error::Shape(format!("expected a bias that broadcasts to {full:?}, found {shape:?}")));
         }
         Ok(())
-    }
-}
-
-/// The elements from a row of a gradient of queries, keys or values to the row of the next sequence, head or position.
-#[derive(Clone, Copy)]
-pub(super) struct GradientRows {
-    pub sequence: usize,
-    pub head: usize,
-    pub position: usize,
-}
-
-impl GradientRows {
-    /// Returns the index of the first element of a row.
-    pub fn start(&self, b: usize, head: usize, position: usize) -> usize {
-        b * self.sequence + head * self.head + position * self.position
     }
 }
 

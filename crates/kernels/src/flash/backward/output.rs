@@ -2,11 +2,25 @@
 
 use std::ops::Range;
 
-use super::gradients::GradientRows;
 use crate::cpu::{MAX_LANES, SharedPtr, Vector};
 use crate::flash::dims::{AttentionDims, QueryRow};
 use crate::flash::tile::Tile;
 use crate::number::{load_first, store_first};
+
+/// The elements from a row of a gradient of queries, keys or values to the row of the next sequence, head or position.
+#[derive(Clone, Copy)]
+pub(super) struct GradientRows {
+    pub sequence: usize,
+    pub head: usize,
+    pub position: usize,
+}
+
+impl GradientRows {
+    /// Returns the index of the first element of a row.
+    pub fn start(&self, b: usize, head: usize, position: usize) -> usize {
+        b * self.sequence + head * self.head + position * self.position
+    }
+}
 
 /// A tensor for a gradient, in f32, of rank 4. Each of the first three dimensions is that of (B, H, T_q), or
 /// 1. The last dimension is T_kv (or 1) for a bias, the number of entries for a relative bias, and D for queries.

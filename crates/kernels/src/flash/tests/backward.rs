@@ -179,7 +179,7 @@ fn backward_with_causal_softcap_alibi_sinks_dropout_matches_central_differences(
     }
 }
 
-/// Returns the numbers of (B, heads, T, width) from those of (B, T, heads, width).
+/// Returns numbers (B, T, heads, width) in the order (B, heads, T, width).
 fn heads_first<E: Copy>(numbers: &[E], [b, heads, t, width]: [usize; 4]) -> Vec<E> {
     let mut reordered = Vec::with_capacity(numbers.len());
     for sequence in 0..b {

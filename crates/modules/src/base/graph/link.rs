@@ -1,8 +1,8 @@
 //! Gradients that go from one operation of this crate straight to another.
 //!
-//! Candle adds every gradient of an operand to a tensor of zeros, also if there is only one, and every view between two
-//! operations has such a sum of its own. A training step of an attention layer on the CPU has 17 of them, which take an
-//! eighth of its time. So [`record`](super::record) gives a large result a second node:
+//! Candle adds every gradient of an operand to a tensor of zeros, also if there is only one, and each view between two
+//! operations is an operand as well. A training step of an attention layer on the CPU has 17 large sums of this kind,
+//! which take an eighth of its time. So [`record`](super::record) gives a large result a second node:
 //!
 //! ```text
 //! operands --> link --> result
@@ -11,8 +11,8 @@
 //! `link` is a tensor of a few numbers, whose backward pass computes the gradients of the operands. Another operation
 //! whose operand is the result has `link` as its operand instead. In a backward pass, it puts the gradient of the
 //! result into a mailbox, and the gradient that it returns for `link` is the number of the message. Each user of the
-//! result has an entry of `link`, so that Candle's sum of their gradients holds the numbers of all their messages. The
-//! result itself has the first entry, for the gradients that come from Candle's operations.
+//! result has an entry of `link`, so that Candle's sum of their gradients contains the numbers of all their messages.
+//! The result itself has the first entry, for the gradients that come from Candle's operations.
 //!
 //! Operations find the link of an operand by the id of the tensor. A view has the link of its base if it was made by
 //! [`reshape_linked`] or [`transpose_linked`].
@@ -32,7 +32,7 @@ pub(super) const ENTRIES: usize = 8;
 /// The elements from which on a result has a link. The sums of smaller gradients take less time than a node.
 pub(super) const MIN_ELEMENTS: usize = 1 << 14;
 
-/// Where operations of this crate send the gradient of a result.
+/// A tensor in Candle's graph to which operations of this crate send the gradients of a result.
 pub(super) struct Link {
     /// ([`ENTRIES`],).
     pub numbers: Tensor,
@@ -158,7 +158,7 @@ fn set_view(xs: &Tensor, view: &Tensor, made_by: View) {
     }
 }
 
-/// Where an operation sends the gradient of one of its operands in a backward pass.
+/// The receiver of an operand's gradient in a backward pass.
 pub(super) enum Destination {
     /// To Candle, which adds it to the operand's.
     Candle,
