@@ -166,3 +166,45 @@ fn layer_gradients_in_every_dtype_reach_every_parameter() -> Result<()> {
         Ok(())
     })
 }
+
+/// Returns the gradients of the input and of all variables, for a loss of a layer's output.
+fn gradients_of_layer(layer: &MultiHeadAttention, variables: &VarMap, xs: &Tensor) -> Result<Vec<(String, Tensor)>> {
+    let xs = Var::from_tensor(xs)?;
+    let found = layer.forward(&xs)?.sqr()?.sum_all()?.backward()?;
+    let mut gradients = vec![("the input".to_string(), found.get(&xs).expect("a gradient of the input").clone())];
+    for (name, var) in variables.data().lock().expect("no panic").iter() {
+        gradients.push((name.clone(), found.get(var).expect("a gradient of each variable").clone()));
+    }
+    gradients[1..].sort_by(|(a, _), (b, _)| a.cmp(b));
+    Ok(gradients)
+}
+
+/// Compares a batch, whose results are so large that they send their gradients to each other, with its sequences, whose
+/// gradients are summed by Candle.
+#[test]
+fn gradients_of_a_large_batch_are_those_of_its_sequences() -> Result<()> {
+    let (b, t, e) = (9, 40, 64);
+    let plain = Config::new(e, 4).with_causal(true);
+    let rotated = plain.clone().with_num_kv_heads(2).with_rope(RopeConfig::new(100.0)).with_qk_norm(QkNorm::rms(1e-6));
+    let gate = OutputGate {
+        activation: GateActivation::Sigmoid,
+        scope: GateScope::Elementwise,
+        layout: GateLayout::FusedWithQuery,
+    };
+    for cfg in [plain.clone(), rotated, plain.with_output_gate(gate)] {
+        let variables = VarMap::new();
+        let layer = MultiHeadAttention::new(&cfg, VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
+        let xs = Tensor::randn(0f32, 1., (b, t, e), &CPU)?;
+        let whole = gradients_of_layer(&layer, &variables, &xs)?;
+        let mut sequences = Vec::new();
+        for sequence in 0..b {
+            sequences.push(gradients_of_layer(&layer, &variables, &xs.narrow(0, sequence, 1)?)?);
+        }
+        for (n, (name, found)) in whole.iter().enumerate() {
+            let parts: Vec<&Tensor> = sequences.iter().map(|gradients| &gradients[n].1).collect();
+            let expected = if n == 0 { Tensor::cat(&parts, 0)? } else { Tensor::stack(&parts, 0)?.sum(0)? };
+            assert_near(found, &expected, 1e-5, name);
+        }
+    }
+    Ok(())
+}
