@@ -2,10 +2,10 @@
 
 use std::mem::MaybeUninit;
 
-use super::dims::QueryRow;
+use super::dims::{QueryRow, RowStrides};
 use super::inputs::ScoreInputs;
 use super::options::SoftmaxStats;
-use super::problem::{AttentionProblem, OutputLayout};
+use super::problem::AttentionProblem;
 use super::statistics::output::StatisticsOutput;
 use crate::cpu::SharedPtr;
 use crate::error::{Error, check_len};
@@ -24,7 +24,7 @@ pub(super) struct AttentionOutputs<'a, E> {
 pub struct AttentionCall<'a, E> {
     pub(super) q: Strided<'a, E, 3>,
     pub(super) inputs: ScoreInputs<'a>,
-    output_layout: OutputLayout,
+    output_strides: RowStrides,
     /// B·H·T_q rows of D_v elements.
     output: SharedPtr<E>,
     /// (B, H, T_q).
@@ -52,7 +52,7 @@ impl<'a, E: Number> AttentionCall<'a, E> {
         Ok(Self {
             q,
             inputs: ScoreInputs { dims, ranges, options, relative_bias: None },
-            output_layout,
+            output_strides: output_layout.strides(dims.h, dims.t_q, dims.d_v),
             output: SharedPtr(output.cast()),
             lse: lse.map(|lse| SharedPtr(lse.as_mut_ptr().cast())),
             stats: stats.map(|stats| SharedPtr(stats.as_mut_ptr().cast())),
@@ -63,12 +63,7 @@ impl<'a, E: Number> AttentionCall<'a, E> {
     /// Returns the output row of a query, D_v elements that are not initialised before they are written.
     #[inline(always)]
     pub(super) fn output_row(&self, row: QueryRow) -> *mut E {
-        let dims = &self.inputs.dims;
-        let index = match self.output_layout {
-            OutputLayout::Bhtd => dims.row_index(row),
-            OutputLayout::Bthd => (row.b * dims.t_q + row.query) * dims.h + row.head,
-        };
-        self.output.0.wrapping_add(index * dims.d_v)
+        self.output.0.wrapping_add(self.output_strides.start(row.b, row.head, row.query))
     }
 
     /// Writes the log-sum-exp and the softmax statistics of a query, if they are requested.

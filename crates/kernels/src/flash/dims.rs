@@ -67,6 +67,22 @@ impl AttentionDims {
     }
 }
 
+/// The elements from a row of queries, keys or values to the row of the next sequence, head or position.
+#[derive(Clone, Copy)]
+pub(super) struct RowStrides {
+    pub sequence: usize,
+    pub head: usize,
+    pub position: usize,
+}
+
+impl RowStrides {
+    /// Returns the index of the first element of a row.
+    #[inline(always)]
+    pub fn start(&self, b: usize, head: usize, position: usize) -> usize {
+        b * self.sequence + head * self.head + position * self.position
+    }
+}
+
 /// A key head of a sequence.
 #[derive(Clone, Copy)]
 pub(super) struct KvHead {

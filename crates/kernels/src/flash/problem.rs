@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use super::dims::AttentionDims;
+use super::dims::{AttentionDims, RowStrides};
 use super::options::ScoreOptions;
 use crate::error::{Error, check_len};
 use crate::number::Strided;
 
-/// The order of the attention output in memory.
+/// The order of an attention output, or of gradients, in memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum OutputLayout {
     /// Contiguous as (B, H, T, D).
@@ -15,6 +15,18 @@ pub enum OutputLayout {
     Bhtd,
     /// Contiguous as (B, T, H, D), as a layer merges its heads: transposed and reshaped to (B, T, H·D) without a copy.
     Bthd,
+}
+
+impl OutputLayout {
+    /// Returns the strides of contiguous rows of `width` elements.
+    pub(super) fn strides(self, heads: usize, positions: usize, width: usize) -> RowStrides {
+        // The strides of an empty tensor may overflow, and are not used.
+        let sequence = heads.wrapping_mul(positions).wrapping_mul(width);
+        match self {
+            Self::Bhtd => RowStrides { sequence, head: positions.wrapping_mul(width), position: width },
+            Self::Bthd => RowStrides { sequence, head: width, position: heads.wrapping_mul(width) },
+        }
+    }
 }
 
 /// Keys or values: (B, H_kv, T_kv) rows of contiguous numbers.

@@ -99,9 +99,10 @@ impl<X: Number> Matrix<'_, X> {
         }
     }
 
-    /// Prefetches what [`copy_step`](Self::copy_step) reads for a panel of columns from `column` on. The rows of a panel
-    /// are so far apart that the processor's own prefetching does not follow them: a product of gradients (768, 2,048)
-    /// and inputs (2,048, 768) in f32 takes 0.92 of the time on a Zen 3, where the next panel is prefetched.
+    /// Prefetches what [`copy_step`](Self::copy_step) reads for a panel of columns from `column` on. The rows of a
+    /// panel are so far apart that the processor's own prefetching does not follow them: where the next panel is
+    /// prefetched, a product of gradients (768, 2,048) and inputs (2,048, 768) in f32 takes 0.92 of the time on a
+    /// Zen 3.
     ///
     /// # Safety
     /// The processor has the instruction set of K.

@@ -1,8 +1,8 @@
 //! The backward pass as the caller describes it, and the same once it is checked.
 
 use super::gradients::{GradientPointers, RequestedGradients};
-use super::output::GradientRows;
 use crate::flash::call::AttentionCall;
+use crate::flash::dims::RowStrides;
 use crate::flash::options::SoftmaxStats;
 use crate::flash::problem::AttentionProblem;
 use crate::number::Strided;
@@ -33,15 +33,15 @@ pub struct AttentionBackwardCall<'a, E> {
 }
 
 impl<E> AttentionBackwardCall<'_, E> {
-    /// Returns the rows of the gradients of the queries.
-    pub(super) fn query_rows(&self) -> GradientRows {
+    /// Returns the strides of the gradients of the queries.
+    pub(super) fn query_strides(&self) -> RowStrides {
         let dims = &self.call.inputs.dims;
-        self.requested.rows(dims.h, dims.t_q, dims.d)
+        self.requested.layout.strides(dims.h, dims.t_q, dims.d)
     }
 
-    /// Returns the rows of the gradients of keys or values of a width.
-    pub(super) fn key_rows(&self, width: usize) -> GradientRows {
+    /// Returns the strides of the gradients of keys or values of a width.
+    pub(super) fn key_strides(&self, width: usize) -> RowStrides {
         let dims = &self.call.inputs.dims;
-        self.requested.rows(dims.h_kv, dims.t_kv, width)
+        self.requested.layout.strides(dims.h_kv, dims.t_kv, width)
     }
 }

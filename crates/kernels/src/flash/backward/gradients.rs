@@ -1,6 +1,6 @@
 //! The gradients of a call: the requested ones, their memory, and the results.
 
-use super::output::{GradientOutput, GradientRows};
+use super::output::GradientOutput;
 use crate::cpu::{Format, SharedPtr, Unwritten};
 use crate::error::Error;
 use crate::flash::dims::AttentionDims;
@@ -50,14 +50,6 @@ pub struct AttentionGradients<E> {
 }
 
 impl RequestedGradients {
-    /// Returns the rows of the gradients of some heads of a length in memory.
-    pub(super) fn rows(&self, heads: usize, len: usize, width: usize) -> GradientRows {
-        match self.layout {
-            OutputLayout::Bhtd => GradientRows { sequence: heads * len * width, head: len * width, position: width },
-            OutputLayout::Bthd => GradientRows { sequence: heads * len * width, head: width, position: heads * width },
-        }
-    }
-
     /// Checks that the call has the tensors whose gradients are requested.
     pub(super) fn check<E>(&self, forward: &AttentionProblem<E>) -> Result<(), Error> {
         let scores = &forward.scores;

@@ -26,7 +26,8 @@ pub use call::AttentionBackwardProblem;
 use gradients::GradientMemory;
 pub use gradients::{AttentionGradients, RequestedGradients};
 
-/// Computes the gradients of a call of [`attend`](super::attend), on the calling thread and on helper threads. They are the same to the bit for any number of threads, and for any other sequences in the batch.
+/// Computes the gradients of a call of [`attend`](super::attend), on the calling thread and on helper threads.
+/// The gradients are the same to the bit for any number of threads, and for any other sequences in the batch.
 ///
 /// The gradient of a fully masked query is zeros. NaN and infinities in keys, values, queries and gradients reach only
 /// the queries and keys that attend to each other.
@@ -38,8 +39,8 @@ pub use gradients::{AttentionGradients, RequestedGradients};
 /// ```
 /// use candle_attention_kernels::InstructionSet;
 /// use candle_attention_kernels::flash::{
-///     AttentionBackwardProblem, AttentionDims, AttentionProblem, OutputLayout, RequestedGradients, ScoreOptions, Strided,
-///     attend_backward, attend_vec,
+///     AttentionBackwardProblem, AttentionDims, AttentionProblem, OutputLayout, RequestedGradients, ScoreOptions,
+///     Strided, attend_backward, attend_vec,
 /// };
 ///
 /// // One query over two keys of width 1, whose values are 0 and 1: the output is the second weight.

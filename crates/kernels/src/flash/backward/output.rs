@@ -3,27 +3,12 @@
 use std::ops::Range;
 
 use crate::cpu::{MAX_LANES, SharedPtr, Vector};
-use crate::flash::dims::{AttentionDims, QueryRow};
+use crate::flash::dims::{AttentionDims, QueryRow, RowStrides};
 use crate::flash::tile::Tile;
 use crate::number::{load_first, store_first};
 
-/// The elements from a row of a gradient of queries, keys or values to the row of the next sequence, head or position.
-#[derive(Clone, Copy)]
-pub(super) struct GradientRows {
-    pub sequence: usize,
-    pub head: usize,
-    pub position: usize,
-}
-
-impl GradientRows {
-    /// Returns the index of the first element of a row.
-    pub fn start(&self, b: usize, head: usize, position: usize) -> usize {
-        b * self.sequence + head * self.head + position * self.position
-    }
-}
-
-/// A tensor for a gradient, in f32, of rank 4. Each of the first three dimensions is that of (B, H, T_q), or
-/// 1. The last dimension is T_kv (or 1) for a bias, the number of entries for a relative bias, and D for queries.
+/// A tensor for a gradient, in f32, of rank 4. Each of the first three dimensions is that of (B, H, T_q), or 1.
+/// The last dimension is T_kv (or 1) for a bias, the number of entries for a relative bias, and D for queries.
 #[derive(Clone, Copy)]
 pub(super) struct GradientOutput {
     pub at: SharedPtr<f32>,
@@ -46,8 +31,8 @@ impl GradientOutput {
     }
 
     /// Describes the gradient of the queries.
-    pub fn of_rows(at: SharedPtr<f32>, rows: GradientRows) -> Self {
-        Self { at, strides: [rows.sequence, rows.head, rows.position, 1], is_summed_over_queries: false }
+    pub fn of_rows(at: SharedPtr<f32>, strides: RowStrides) -> Self {
+        Self { at, strides: [strides.sequence, strides.head, strides.position, 1], is_summed_over_queries: false }
     }
 
     /// Returns whether key heads or sequences share entries.

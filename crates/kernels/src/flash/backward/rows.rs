@@ -21,7 +21,7 @@ impl<E: Number> AttentionBackwardCall<'_, E> {
         let lanes = V::LANES;
         let dims = &call.inputs.dims;
         let options = &call.inputs.options;
-        let gradients = self.query_rows();
+        let strides = self.query_strides();
         let mut sink_sum = 0f64;
         for query in 0..dims.t_q {
             let row = QueryRow { b: head / dims.h, head: head % dims.h, query };
@@ -30,7 +30,7 @@ impl<E: Number> AttentionBackwardCall<'_, E> {
             // it.
             unsafe {
                 if self.requested.q {
-                    self.to.q_sums.add(gradients.start(row.b, row.head, query)).write_bytes(0, dims.d);
+                    self.to.q_sums.add(strides.start(row.b, row.head, query)).write_bytes(0, dims.d);
                 }
                 let output = call.output_row(row).cast_const();
                 let gradient = query_row(&self.output_grad, row);
@@ -71,9 +71,9 @@ impl<E: Number> AttentionBackwardCall<'_, E> {
     pub(super) unsafe fn round_queries<V: Vector>(&self, head: usize, to: SharedPtr<E>) {
         let dims = &self.call.inputs.dims;
         let lanes = V::LANES;
-        let rows = self.query_rows();
+        let strides = self.query_strides();
         for query in 0..dims.t_q {
-            let row = rows.start(head / dims.h, head % dims.h, query);
+            let row = strides.start(head / dims.h, head % dims.h, query);
             for column in (0..dims.d).step_by(lanes) {
                 let width = lanes.min(dims.d - column);
                 let at = row + column;

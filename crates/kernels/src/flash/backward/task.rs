@@ -87,9 +87,9 @@ impl BackwardTask<'_> {
         let inputs = &backward.call.inputs;
         let units = inputs.options.units(K::IS_BF16);
         let AttentionDims { d, d_v, .. } = inputs.dims;
-        let queries = GradientOutput::of_rows(backward.to.q_sums, backward.query_rows());
-        let key_rows = backward.key_rows(d);
-        let value_rows = backward.key_rows(d_v);
+        let queries = GradientOutput::of_rows(backward.to.q_sums, backward.query_strides());
+        let key_strides = backward.key_strides(d);
+        let value_strides = backward.key_strides(d_v);
         // Entries that other tasks add to as well, tile by tile.
         let shared = backward.to.bias.filter(|bias| !bias.is_summed_over_queries);
         // SAFETY: as this method's contract.
@@ -125,14 +125,12 @@ impl BackwardTask<'_> {
                 let first = block.keys().start;
                 let count = block.keys().len();
                 if let Some(to) = backward.to.k {
-                    let rows = key_rows;
-                    let to = to.add(rows.start(kv.b, kv.head, first));
-                    write_sums::<K, E>(&memory.sizes.d, block.k.sums, to, rows.position, count);
+                    let to = to.add(key_strides.start(kv.b, kv.head, first));
+                    write_sums::<K, E>(&memory.sizes.d, block.k.sums, to, key_strides.position, count);
                 }
                 if let Some(to) = backward.to.v {
-                    let rows = value_rows;
-                    let to = to.add(rows.start(kv.b, kv.head, first));
-                    write_sums::<K, E>(&memory.sizes.d_v, block.v.sums, to, rows.position, count);
+                    let to = to.add(value_strides.start(kv.b, kv.head, first));
+                    write_sums::<K, E>(&memory.sizes.d_v, block.v.sums, to, value_strides.position, count);
                 }
             }
         }
