@@ -21,9 +21,9 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 
-use candle_core::{Error, Result, Shape, Tensor, TensorId};
+use candle_core::{Result, Shape, Tensor, TensorId};
 
-use super::mailbox::{Mailbox, NOTHING};
+use super::mailbox::{Mailbox, NOTHING, no_gradient};
 
 /// The entries of a link: one for the result itself, and the others for operations that use the result. Further
 /// operations use the result as Candle's operations do.
@@ -66,10 +66,6 @@ pub(super) fn receive(name: &str, mailbox: &Mailbox<Tensor>, numbers: &Tensor) -
         });
     }
     sum.ok_or_else(|| no_gradient(name))
-}
-
-fn no_gradient(name: &str) -> Error {
-    Error::msg(format!("[{name}] the backward pass has no gradient of the result"))
 }
 
 /// How a view was made of another tensor.

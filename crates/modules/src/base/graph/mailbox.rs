@@ -4,12 +4,19 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use candle_core::Error;
+
 /// The number of no message.
 pub const NOTHING: f64 = 0.0;
 
 /// The number of the next message of any mailbox. It starts at 1, since [`NOTHING`] is 0, and f64 represents the first
 /// 2^53 numbers exactly.
 static NEXT: AtomicU64 = AtomicU64::new(1);
+
+/// Returns the error of a backward pass that reaches a join without the number of a message.
+pub fn no_gradient(name: &str) -> Error {
+    Error::msg(format!("[{name}] the backward pass has no gradient of the result"))
+}
 
 /// Messages by number. A clone is another handle to the same mailbox.
 pub struct Mailbox<T> {

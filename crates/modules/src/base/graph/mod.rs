@@ -53,7 +53,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Error, Layout, Result, Shape, Storage, Tensor, WithDType};
 
 use link::{Destination, Link};
-use mailbox::{Mailbox, NOTHING};
+use mailbox::{Mailbox, NOTHING, no_gradient};
 use numbers::Computed;
 
 pub use link::{reshape_linked, transpose_linked};
@@ -248,7 +248,7 @@ fn node(name: &'static str, operands: &[Tensor], result: Computed, backward: Box
             let received = mailbox.clone();
             let backward_of_rest = move |_: &Tensor, ticket: &Tensor| {
                 let message = received.take(ticket.to_vec1::<f64>()?[0]);
-                message.ok_or_else(|| Error::msg(format!("[{name}] the backward pass has no gradient of the result")))
+                message.ok_or_else(|| no_gradient(name))
             };
             let join_numbers = numbers::join(name, 1, a.device())?;
             let join = node(name, rest, join_numbers, Box::new(backward_of_rest))?;

@@ -112,7 +112,7 @@ fn dropped_results_leave_the_gradients_of_the_others() -> Result<()> {
         scaled(&transpose_linked(&first, 0, 1)?, 2.0)?
     };
     for _ in 0..2000 {
-        drop(reshape_linked(&scaled(&xs.narrow(0, 0, 4)?, 1.0)?, MIN_ELEMENTS)?);
+        drop(reshape_linked(&scaled(&xs, 1.0)?, MIN_ELEMENTS)?);
     }
     check_gradient(&last, &xs, &xs.ones_like()?.affine(6.0, 0.0)?)
 }
