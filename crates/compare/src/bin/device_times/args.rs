@@ -19,6 +19,10 @@ pub struct Args {
     #[arg(long, value_enum, value_delimiter = ',')]
     pub sections: Vec<Section>,
 
+    /// Time only rows whose name contains this
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
+    pub rows: String,
+
     /// Time no sequences longer than this, and a small model instead of one with 1.1 billion parameters if this is less
     /// than 2048
     #[arg(long, value_name = "T", default_value_t = 131_072, value_parser = clap::value_parser!(u32).range(16..))]

@@ -37,6 +37,7 @@ fn run(args: &Args) -> Result<()> {
     let sizes = Sizes::new(args.longest as usize);
     let mut cells = grid::cells(args.longest as usize);
     cells.retain(|cell| args.sections.is_empty() || args.sections.contains(&cell.section));
+    cells.retain(|cell| cell.name.contains(&args.rows));
     if args.list {
         for cell in &cells {
             let mut entry = cell.to_json();

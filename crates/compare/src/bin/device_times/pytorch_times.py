@@ -98,7 +98,7 @@ class Attention:
             self.inputs = [[draw(work["h"], t, 1) for _ in range(3)] for t in work["lens"]]
         else:
             self.inputs = [[draw(work["h"], t_q), draw(work["h_kv"], t_kv), draw(work["h_kv"], t_kv)] for _ in range(copies)]
-        self.upstream = draw(work["h"], t_q).detach() if training else None
+        self.training = training
         self.mask = self.make_mask(dtype, device)
 
     def make_mask(self, dtype: torch.dtype, device: str):
@@ -128,8 +128,8 @@ class Attention:
         calls = self.inputs if self.packed else [self.inputs[n % len(self.inputs)]]
         for q, k, v in calls:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=causal, enable_gqa=grouped)
-        if self.upstream is not None:
-            return torch.autograd.grad(y, calls[-1], self.upstream)
+        if self.training:
+            return torch.autograd.grad(y, calls[-1], torch.ones_like(y))
         return y
 
 
@@ -174,11 +174,10 @@ def time_delta_rule(work: dict, device: str) -> float:
     q, k, v = (variable(torch.randn(1, t, h, d, device=device).to(torch.bfloat16)) for _ in range(3))
     g = variable(-0.1 * torch.rand(1, t, h, device=device))
     beta = variable(torch.rand(1, t, h, device=device).to(torch.bfloat16))
-    upstream = torch.randn_like(v)
 
     def call(_):
         y = function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
-        return torch.autograd.grad(y, [q, k, v, g, beta], upstream) if training else y
+        return torch.autograd.grad(y, [q, k, v, g, beta], torch.ones_like(y)) if training else y
 
     return milliseconds(call, device)
 
@@ -200,10 +199,13 @@ def time_layer(work: dict, device: str) -> float:
     layer = Layer(work["embed_dim"], work["h"]).to(device, DTYPES[work["dtype"]])
     shape = (work["b"], work["t"], work["embed_dim"])
     xs = torch.randn(shape, device=device).to(DTYPES[work["dtype"]]).requires_grad_()
-    upstream = torch.randn_like(xs).detach()
     inputs = [xs, *layer.parameters()]
-    measure = lambda: milliseconds(lambda _: torch.autograd.grad(layer(xs), inputs, upstream), device)
-    return best_of_backends(measure)
+
+    def step(_):
+        y = layer(xs)
+        return torch.autograd.grad(y, inputs, torch.ones_like(y))
+
+    return best_of_backends(lambda: milliseconds(step, device))
 
 
 # The model, which two cells share.
