@@ -20,7 +20,7 @@ pub use expect::{
     fits_in_memory, is_addressable,
 };
 pub use fused::{FusedRows, FusedTensor, StoredDims};
-pub use graph::{IntoStorage, gradient_of, record, record_two, reshape_linked, transpose_linked};
+pub use graph::{IntoStorage, gradient_of, is_linked, record, record_two, reshape_linked, transpose_linked};
 pub use nearest::{did_you_mean, edits, nearest};
 pub use optional_ref::OptionalRef;
 pub use parameters::{Parameter, ParameterList, WeightAndBias, frozen, part, save, variables_without_gradient};

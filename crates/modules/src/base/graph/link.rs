@@ -1,21 +1,38 @@
 //! Gradients that go from one operation of this crate straight to another.
 //!
 //! Candle adds every gradient of an operand to a tensor of zeros, also if there is only one, and each view between two
-//! operations is an operand as well. A training step of an attention layer on the CPU has 17 large sums of this kind,
-//! which take 11 % of its time (docs/speed.md). So [`record`](super::record) gives a large result a second node:
+//! operations is an operand as well. A training step of an attention layer has 17 large sums of this kind, which take
+//! 11 % of its time on the CPU and half of it on an H200 (docs/speed.md, docs/cuda.md). So [`record`](super::record)
+//! gives a large result a second node, its link. Another operation whose operand is the result, or a view of it, has
+//! the link as its operand instead.
+//!
+//! Operations find the link of an operand by the id of the tensor. A view has the link of its base if it was made by
+//! [`reshape_linked`] or [`transpose_linked`].
+//!
+//! # On the CPU: messages
 //!
 //! ```text
 //! operands --> link --> result
 //! ```
 //!
-//! `link` is a tensor of a few numbers, whose backward pass computes the gradients of the operands. Another operation
-//! whose operand is the result has `link` as its operand instead. In a backward pass, it puts the gradient of the
-//! result into a mailbox, and the gradient that it returns for `link` is the number of the message. Each user of the
-//! result has an entry of `link`, so that Candle's sum of their gradients contains the numbers of all their messages.
-//! The result itself has the first entry, for the gradients that come from Candle's operations.
+//! `link` is a tensor of a few numbers, whose backward pass computes the gradients of the operands. In a backward pass,
+//! a user of the result puts the gradient of the result into a mailbox, and the gradient that it returns for `link` is
+//! the number of the message. Each user has an entry of `link`, so that Candle's sum of their gradients contains the
+//! numbers of all their messages. The result itself has the first entry, for the gradients that come from Candle's
+//! operations.
 //!
-//! Operations find the link of an operand by the id of the tensor. A view has the link of its base if it was made by
-//! [`reshape_linked`] or [`transpose_linked`].
+//! # On CUDA: a stand-in
+//!
+//! ```text
+//! operands --> result
+//!         \
+//!          --> stand-in
+//! ```
+//!
+//! The host would have to wait for the number of a message. So the link is a tensor of the result's shape, which has no
+//! numbers and the same backward pass. Candle adds the gradients that users return for it, once and not for each view.
+//! If Candle's operations use the result as well, the backward pass runs twice, and the gradients of the operands are
+//! added.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,19 +49,19 @@ pub(super) const ENTRIES: usize = 8;
 /// The elements from which on a result has a link. The sums of smaller gradients take less time than a node.
 pub(super) const MIN_ELEMENTS: usize = 1 << 14;
 
-/// A tensor in Candle's graph to which operations of this crate send the gradients of a result.
-pub(super) struct Link {
+/// A tensor in Candle's graph that takes the gradients of a result as messages.
+pub(super) struct MessageLink {
     /// ([`ENTRIES`],).
     pub numbers: Tensor,
-    pub mailbox: Mailbox<Tensor>,
+    mailbox: Mailbox<Tensor>,
     /// The entries that are taken.
     taken: AtomicUsize,
 }
 
-impl Link {
+impl MessageLink {
     /// Creates the link of a result that has the first entry.
-    pub fn new(numbers: Tensor, mailbox: Mailbox<Tensor>) -> Arc<Self> {
-        Arc::new(Self { numbers, mailbox, taken: AtomicUsize::new(1) })
+    pub fn new(numbers: Tensor, mailbox: Mailbox<Tensor>) -> Self {
+        Self { numbers, mailbox, taken: AtomicUsize::new(1) }
     }
 
     /// Puts a gradient of the result into the mailbox, and returns the gradient of the link.
@@ -85,10 +102,27 @@ impl View {
     }
 }
 
+/// The link of a result. The result's node owns it.
+#[derive(Clone)]
+enum Link {
+    Messages(Weak<MessageLink>),
+    /// A tensor of the result's shape and dtype, whose storage has no numbers for it.
+    StandIn(Weak<Tensor>),
+}
+
+impl Link {
+    fn is_alive(&self) -> bool {
+        match self {
+            Self::Messages(link) => link.strong_count() > 0,
+            Self::StandIn(tensor) => tensor.strong_count() > 0,
+        }
+    }
+}
+
 /// The link of a tensor that is a result or a view of it.
 #[derive(Clone)]
 struct Linked {
-    link: Weak<Link>,
+    link: Link,
     /// The views that lead from the result to the tensor.
     views: Vec<View>,
 }
@@ -111,16 +145,21 @@ impl LinkedTensors {
     fn insert(&mut self, tensor: &Tensor, linked: Linked) {
         const FEWEST: usize = 1 << 10;
         if self.by_id.len() >= self.most.max(FEWEST) {
-            self.by_id.retain(|_, old| old.link.strong_count() > 0);
+            self.by_id.retain(|_, old| old.link.is_alive());
             self.most = 2 * self.by_id.len();
         }
         self.by_id.insert(tensor.id(), linked);
     }
 }
 
-/// Sets the link of a result.
-pub(super) fn set_link(result: &Tensor, link: &Arc<Link>) {
-    linked().insert(result, Linked { link: Arc::downgrade(link), views: Vec::new() });
+/// Sets the link of a result to one that takes messages.
+pub(super) fn set_messages(result: &Tensor, link: &Arc<MessageLink>) {
+    linked().insert(result, Linked { link: Link::Messages(Arc::downgrade(link)), views: Vec::new() });
+}
+
+/// Sets the link of a result to a stand-in.
+pub(super) fn set_stand_in(result: &Tensor, stand_in: &Arc<Tensor>) {
+    linked().insert(result, Linked { link: Link::StandIn(Arc::downgrade(stand_in)), views: Vec::new() });
 }
 
 /// Returns `xs.reshape(shape)`, whose gradient goes where the gradient of `xs` goes.
@@ -154,39 +193,69 @@ fn set_view(xs: &Tensor, view: &Tensor, made_by: View) {
     }
 }
 
+/// Returns whether the gradient of a tensor goes to the result that it is, or of which it is a view, without a sum for
+/// each view.
+pub fn is_linked(xs: &Tensor) -> bool {
+    linked().by_id.get(&xs.id()).is_some_and(|linked| linked.link.is_alive())
+}
+
 /// The receiver of an operand's gradient in a backward pass.
 pub(super) enum Destination {
     /// To Candle, which adds it to the operand's.
     Candle,
-    /// To an entry of a link.
-    Link { link: Arc<Link>, entry: usize, views: Vec<View> },
+    /// To the link of the result from which these views lead to the operand.
+    Link { receiver: Receiver, views: Vec<View> },
+}
+
+/// The part of a link that takes the gradients of one user.
+pub(super) enum Receiver {
+    /// An entry of a link of messages.
+    Entry {
+        link: Arc<MessageLink>,
+        entry: usize,
+    },
+    StandIn(Arc<Tensor>),
 }
 
 impl Destination {
     /// Chooses where to send the gradient of an operand.
     pub fn of(operand: &Tensor) -> Self {
         let Some(Linked { link, views }) = linked().by_id.get(&operand.id()).cloned() else { return Self::Candle };
-        let Some(link) = link.upgrade() else { return Self::Candle };
-        let entry = link.taken.fetch_add(1, Ordering::Relaxed);
-        if entry < ENTRIES { Self::Link { link, entry, views } } else { Self::Candle }
+        let receiver = match link {
+            Link::StandIn(tensor) => tensor.upgrade().map(Receiver::StandIn),
+            Link::Messages(link) => link.upgrade().and_then(Receiver::next_entry),
+        };
+        receiver.map_or(Self::Candle, |receiver| Self::Link { receiver, views })
     }
 
     /// Returns the tensor that takes the place of the operand in Candle's graph.
     pub fn node(&self, operand: &Tensor) -> Tensor {
         match self {
             Self::Candle => operand.clone(),
-            Self::Link { link, .. } => link.numbers.clone(),
+            Self::Link { receiver: Receiver::StandIn(tensor), .. } => Tensor::clone(tensor),
+            Self::Link { receiver: Receiver::Entry { link, .. }, .. } => link.numbers.clone(),
         }
     }
 
     /// Sends a gradient of the operand, and returns the gradient of the tensor that takes its place.
     pub fn send(&self, gradient: Tensor) -> Result<Tensor> {
-        let Self::Link { link, entry, views } = self else { return Ok(gradient) };
+        let Self::Link { receiver, views } = self else { return Ok(gradient) };
         let mut of_result = gradient.detach();
         for view in views.iter().rev() {
             of_result = view.undo(&of_result)?;
         }
-        link.send(*entry, &of_result)
+        match receiver {
+            Receiver::StandIn(_) => Ok(of_result),
+            Receiver::Entry { link, entry } => link.send(*entry, &of_result),
+        }
+    }
+}
+
+impl Receiver {
+    /// Takes an entry of a link of messages, if one is left.
+    fn next_entry(link: Arc<MessageLink>) -> Option<Self> {
+        let entry = link.taken.fetch_add(1, Ordering::Relaxed);
+        (entry < ENTRIES).then_some(Self::Entry { link, entry })
     }
 }
 

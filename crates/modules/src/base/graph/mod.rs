@@ -37,8 +37,8 @@
 //!
 //! `join` is on the device of the operands. On CUDA its turn in a backward pass therefore begins with reading one or
 //! two numbers back: the host waits until the device has done what was launched before, and launches nothing meanwhile.
-//! On CUDA, operations with at most three tracked operands and one result have no `join` and never wait. On the CPU, a
-//! large result has one too, which is called its [`link`].
+//! On CUDA, operations with at most three tracked operands and one result have no `join` and never wait. A large result
+//! also has a [`link`], to which other operations of this crate send its gradients.
 //!
 //! The number is new for every message and travels with the gradients of one backward pass. Passes over one graph can
 //! therefore run at the same time, in any threads: each finds its own messages. The messages of a pass
@@ -50,13 +50,15 @@ mod numbers;
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use candle_core::{CpuStorage, CudaStorage, CustomOp3, Error, Layout, Result, Shape, Storage, Tensor, WithDType};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp3, Device, Error, Layout, Result, Shape, Storage, Tensor, WithDType,
+};
 
-use link::{Destination, Link};
+use link::{Destination, MessageLink};
 use mailbox::{Mailbox, NOTHING, no_gradient};
 use numbers::Computed;
 
-pub use link::{reshape_linked, transpose_linked};
+pub use link::{is_linked, reshape_linked, transpose_linked};
 pub use numbers::IntoStorage;
 
 /// Computes the gradients of a node's operands, in their order, from the node's result and its gradient.
@@ -80,14 +82,18 @@ pub fn record(
     let result = Computed { storage: numbers.into_storage(), shape: shape.into() };
     let Operands { nodes, senders } = Operands::new(operands);
     let Some(first) = nodes.first() else { return Ok(result.untracked()) };
-    // On CUDA, the host would have to wait for the numbers of messages.
-    let has_link = first.device().is_cpu() && result.shape.elem_count() >= link::MIN_ELEMENTS;
     let of_nodes = move |stored: &Tensor, gradient: &Tensor| senders.send(backward(stored, gradient)?);
-    if has_link { with_link(name, &nodes, result, of_nodes) } else { node(name, &nodes, result, Box::new(of_nodes)) }
+    if result.shape.elem_count() < link::MIN_ELEMENTS {
+        return node(name, &nodes, result, Box::new(of_nodes));
+    }
+    match first.device() {
+        Device::Cpu => with_messages(name, &nodes, result, of_nodes),
+        _ => with_stand_in(name, &nodes, result, of_nodes),
+    }
 }
 
-/// Adds a result and its [`Link`] to Candle's graph.
-fn with_link(
+/// Adds a result to Candle's graph, with a link that takes messages.
+fn with_messages(
     name: &'static str,
     operands: &[Tensor],
     result: Computed,
@@ -95,23 +101,61 @@ fn with_link(
 ) -> Result<Tensor> {
     let mailbox = Mailbox::default();
     let received = mailbox.clone();
-    let result_of_forward = Arc::new(OnceLock::<Tensor>::new());
-    let stored = result_of_forward.clone();
+    let stored = StoredResult::default();
+    let result_of_forward = stored.clone();
     let backward_of_link = move |_: &Tensor, numbers: &Tensor| {
         let gradient = link::receive(name, &received, numbers)?;
-        let Some(stored) = stored.get() else {
-            return Err(Error::msg(format!("[{name}] the backward pass began before the operation was in the graph")));
-        };
-        backward(stored, &gradient)
+        backward(result_of_forward.get(name)?, &gradient)
     };
     let numbers = numbers::join(name, link::ENTRIES, operands[0].device())?;
-    let link = Link::new(node(name, operands, numbers, Box::new(backward_of_link))?, mailbox);
+    let link = Arc::new(MessageLink::new(node(name, operands, numbers, Box::new(backward_of_link))?, mailbox));
     let own = link.clone();
     let send_own = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(own.send(0, gradient)?)]);
     let result = node(name, std::slice::from_ref(&link.numbers), result, Box::new(send_own))?;
-    result_of_forward.get_or_init(|| result.detach());
-    link::set_link(&result, &link);
+    stored.set(&result);
+    link::set_messages(&result, &link);
     Ok(result)
+}
+
+/// Adds a result to Candle's graph, with a stand-in of its shape for the operations of this crate that use it.
+fn with_stand_in(
+    name: &'static str,
+    operands: &[Tensor],
+    result: Computed,
+    backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    let backward = Arc::new(backward);
+    let backward_of_stand_in = backward.clone();
+    let stored = StoredResult::default();
+    let result_of_forward = stored.clone();
+    let of_stand_in = move |_: &Tensor, gradient: &Tensor| backward_of_stand_in(result_of_forward.get(name)?, gradient);
+    let without_numbers = result.without_numbers(operands[0].device())?;
+    let stand_in = Arc::new(node(name, operands, without_numbers, Box::new(of_stand_in))?);
+    let own = stand_in.clone();
+    let of_result = move |result: &Tensor, gradient: &Tensor| {
+        // The node of the result owns the stand-in, which lives as long as the result.
+        let _owned = &own;
+        backward(result, gradient)
+    };
+    let result = node(name, operands, result, Box::new(of_result))?;
+    stored.set(&result);
+    link::set_stand_in(&result, &stand_in);
+    Ok(result)
+}
+
+/// The result of an operation, for the backward pass of its link, which is in the graph before the result.
+#[derive(Clone, Default)]
+struct StoredResult(Arc<OnceLock<Tensor>>);
+
+impl StoredResult {
+    fn set(&self, result: &Tensor) {
+        self.0.get_or_init(|| result.detach());
+    }
+
+    fn get(&self, name: &str) -> Result<&Tensor> {
+        let not_yet = || Error::msg(format!("[{name}] the backward pass began before the operation was in the graph"));
+        self.0.get().ok_or_else(not_yet)
+    }
 }
 
 /// Returns the two results of an operation that a kernel has computed; see [`record`].

@@ -1,6 +1,7 @@
 //! The numbers of a kernel's result, on any device.
 
 use candle_core::backend::BackendDevice;
+use candle_core::cpu_backend::CpuDevice;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, Error, Result, Shape, Storage, Tensor, WithDType};
 
@@ -29,6 +30,18 @@ pub struct Computed {
 }
 
 impl Computed {
+    /// Returns a storage of one number with the shape of the result, for a node whose numbers nobody reads.
+    pub fn without_numbers(&self, device: &Device) -> Result<Self> {
+        let one = Shape::from(1);
+        let dtype = self.storage.dtype();
+        let storage = match device {
+            Device::Cpu => Storage::Cpu(CpuDevice.zeros_impl(&one, dtype)?),
+            Device::Cuda(cuda) => Storage::Cuda(cuda.zeros_impl(&one, dtype)?),
+            Device::Metal(metal) => Storage::Metal(metal.zeros_impl(&one, dtype)?),
+        };
+        Ok(Self { storage, shape: self.shape.clone() })
+    }
+
     /// Returns the numbers as a tensor without gradients.
     pub fn untracked(self) -> Tensor {
         Tensor::from_storage(self.storage, self.shape, BackpropOp::none(), false)
