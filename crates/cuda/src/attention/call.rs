@@ -154,13 +154,13 @@ pub enum DropoutSeed {
     OnDevice(Tensor),
 }
 
-/// The order of the output's dimensions in memory.
+/// The order in memory of the dimensions of the output, or of the gradients of queries, keys and values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum OutputLayout {
-    /// (B, H, T_q, D_v).
+    /// (B, H, T, D).
     #[default]
     Bhtd,
-    /// (B, T_q, H, D_v).
+    /// (B, T, H, D).
     Bthd,
 }
 
@@ -194,6 +194,8 @@ pub struct BackwardInputs<'a> {
 /// The inputs whose gradients a backward pass computes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RequestedGradients {
+    /// The order in memory of the gradients of the queries, keys and values.
+    pub layout: OutputLayout,
     /// Whether to compute the gradient of the queries.
     pub q: bool,
     /// Whether to compute the gradient of the keys.

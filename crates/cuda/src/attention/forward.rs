@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Shape};
 
 use super::call::{AttentionCall, ForwardOutput, OutputLayout};
 use super::plan::ForwardChoice;
-use super::readings::{Readings, alignment, contiguous_strides};
+use super::readings::{Readings, alignment, layout_strides};
 use super::sizes::Sizes;
 use crate::arguments::{AttentionArguments, RowStrides};
 use crate::device::{Buffer, Grid, KernelDevice, Launch, Operands};
@@ -86,13 +86,7 @@ pub(super) fn output_shape(layout: OutputLayout, sizes: &Sizes) -> Shape {
 /// Returns the strides of the output.
 pub(super) fn output_strides(layout: OutputLayout, sizes: &Sizes) -> RowStrides {
     let &Sizes { heads, queries, value_dim, .. } = sizes;
-    let bhtd = contiguous_strides(heads, queries, value_dim);
-    match layout {
-        OutputLayout::Bhtd => bhtd,
-        OutputLayout::Bthd => {
-            RowStrides { sequence: bhtd.sequence, head: value_dim as i64, row: (heads * value_dim) as i64 }
-        }
-    }
+    layout_strides(layout, heads, queries, value_dim)
 }
 
 /// The launches of a forward pass.

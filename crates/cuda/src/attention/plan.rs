@@ -159,5 +159,5 @@ fn splits(sizes: &Sizes, tile: &DecodeTile, multiprocessors: usize) -> usize {
         rounds / rounds.ceil()
     };
     let best = (1..=most).map(use_of_device).fold(0.0, f64::max);
-    (1..=most).find(|&parts| use_of_device(parts) >= 0.85 * best).unwrap_or(1)
+    (1..=most).find(|&parts| use_of_device(parts) >= 0.95 * best).unwrap_or(1)
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::call::{AttentionCall, DropoutSeed, FirstPosition};
+use super::call::{AttentionCall, DropoutSeed, FirstPosition, OutputLayout};
 use super::sizes::{Sizes, distance_bound};
 use crate::arguments::{AttentionArguments, RowStrides, ScoreStrides};
 use crate::device::{Operands, Reading};
@@ -250,7 +250,11 @@ fn score_strides(reading: &Reading) -> ScoreStrides {
     ScoreStrides { sequence: strides[0], head: strides[1], query: strides[2], key: strides[3] }
 }
 
-/// Returns the strides of a contiguous tensor (B, H, T, D).
-pub(super) fn contiguous_strides(heads: usize, rows: usize, columns: usize) -> RowStrides {
-    RowStrides { sequence: (heads * rows * columns) as i64, head: (rows * columns) as i64, row: columns as i64 }
+/// Returns the strides of a tensor (B, H, T, D) whose numbers are in the order of a layout.
+pub(super) fn layout_strides(layout: OutputLayout, heads: usize, rows: usize, columns: usize) -> RowStrides {
+    let sequence = (heads * rows * columns) as i64;
+    match layout {
+        OutputLayout::Bhtd => RowStrides { sequence, head: (rows * columns) as i64, row: columns as i64 },
+        OutputLayout::Bthd => RowStrides { sequence, head: columns as i64, row: (heads * columns) as i64 },
+    }
 }

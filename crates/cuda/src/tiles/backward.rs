@@ -73,7 +73,7 @@ const fn separate(keys: KeyTile, warps: usize, row_tiles: usize, query_keys: usi
 }
 
 /// Tiles in 16 bits, the fastest first.
-const NARROW: &[BackwardTile] = &[separate(key_tile(4, 2, 1, 48), 4, 2, 64), separate(key_tile(4, 1, 1, 32), 4, 1, 32)];
+const NARROW: &[BackwardTile] = &[separate(key_tile(4, 2, 1, 64), 4, 2, 64), separate(key_tile(4, 1, 1, 32), 4, 1, 32)];
 const MIDDLE: &[BackwardTile] = &[
     fused(key_tile(8, 2, 2, 64), 2),
     // The warps of columns divide the 6 matrices of a head dimension of 96.
@@ -94,7 +94,16 @@ const WIDE: &[BackwardTile] = &[
 ];
 
 /// Tiles in f32.
-const F32: &[BackwardTile] = &[
+const F32_NARROW: &[BackwardTile] = &[
+    fused(key_tile(4, 1, 1, 16), 1),
+    fused(key_tile(2, 1, 1, 16), 1),
+    separate(key_tile(4, 1, 1, 16), 4, 1, 16),
+    separate(key_tile(2, 1, 1, 16), 2, 1, 16),
+    separate(key_tile(1, 1, 1, 16), 1, 1, 16),
+];
+const F32_MIDDLE: &[BackwardTile] = &[
+    // 0.71 of the time of 4 warps without shared keys, on an H200.
+    fused(key_tile(8, 1, 2, 32), 1),
     fused(key_tile(4, 1, 1, 16), 1),
     fused(key_tile(2, 1, 1, 16), 1),
     separate(key_tile(4, 1, 1, 16), 4, 1, 16),
@@ -116,7 +125,8 @@ impl BackwardTile {
     /// If none does.
     pub fn choose(specialization: &Specialization, shared_bytes: usize) -> Result<Self, Unsupported> {
         let tiles = match (specialization.element, Width::of(specialization)) {
-            (Element::F32, Width::Narrow | Width::Middle) => F32,
+            (Element::F32, Width::Narrow) => F32_NARROW,
+            (Element::F32, Width::Middle) => F32_MIDDLE,
             (Element::F32, Width::Wide) => F32_WIDE,
             (_, Width::Narrow) => NARROW,
             (_, Width::Middle) => MIDDLE,

@@ -30,7 +30,7 @@ pub(crate) enum ForwardLength {
 impl ForwardLength {
     /// Returns the length of a call.
     pub fn of(longest_keys: usize, is_causal: bool) -> Self {
-        if longest_keys >= 8192 && !is_causal { Self::Long } else { Self::Other }
+        if longest_keys >= 2048 && !is_causal { Self::Long } else { Self::Other }
     }
 }
 
@@ -64,9 +64,12 @@ impl ForwardTile {
     /// Returns the tiles that were timed for a call, the fastest first.
     fn fastest(specialization: &Specialization, length: ForwardLength) -> Vec<Self> {
         if specialization.element == Element::F32 {
-            // With 32 keys, the registers of wide heads do not suffice.
-            let keys = if Width::of(specialization) == Width::Wide { 16 } else { 32 };
-            return vec![tile(4, 1, keys, 1)];
+            return match Width::of(specialization) {
+                Width::Narrow => vec![tile(4, 1, 32, 1)],
+                Width::Middle => vec![tile(8, 1, 32, 1), tile(4, 1, 32, 1)],
+                // With 32 keys, the registers do not suffice.
+                Width::Wide => vec![tile(4, 1, 16, 1)],
+            };
         }
         let has_bias = specialization.bias.is_some();
         let reads_scores = has_bias || specialization.boolean_mask;

@@ -1,11 +1,12 @@
 //! The backward kernels.
 
 use candle_attention_cuda::{
-    AttentionCall, BackwardKernel, Dropout, DropoutSeed, KeyRanges, OutputLayout, ScoreModifiers,
+    AttentionCall, BackwardInputs, BackwardKernel, Dropout, DropoutSeed, KeyRanges, OutputLayout, RequestedGradients,
+    ScoreModifiers,
 };
 use candle_core::{DType, Result, Tensor};
 
-use super::case::{ALL, MANY_QUERIES, Sizes, check_backward, integers, numbers};
+use super::case::{ALL, MANY_QUERIES, Sizes, check_backward, check_forward, integers, numbers};
 use super::forward::{packed_call, with_scores};
 
 /// Head dimensions for which one kernel computes all gradients in f32.
@@ -97,6 +98,29 @@ fn gradients_of_the_fused_kernel_with_score_modifiers_match_reference() -> Resul
         })
     })?;
     check_backward(&call)?;
+    Ok(())
+}
+
+#[test]
+fn gradients_in_the_order_of_tokens_have_the_same_bits() -> Result<()> {
+    for sizes in [FUSED, SEPARATE] {
+        let call = sizes.call(DType::F32)?;
+        let forward = check_forward(&call)?;
+        let output_gradient = numbers(4, &[sizes.b, sizes.h, sizes.t_q, sizes.d_v], DType::F32)?;
+        let inputs = BackwardInputs {
+            output: &forward.output,
+            log_sum_exp: &forward.log_sum_exp,
+            output_gradient: &output_gradient,
+            log_sum_exp_gradient: None,
+        };
+        let by_head = call.backward(&inputs, ALL)?;
+        let by_token = call.backward(&inputs, RequestedGradients { layout: OutputLayout::Bthd, ..ALL })?;
+        for (own, other) in [(by_token.q, by_head.q), (by_token.k, by_head.k), (by_token.v, by_head.v)] {
+            let (own, other) = (own.expect("a gradient"), other.expect("a gradient"));
+            assert!(own.transpose(1, 2)?.is_contiguous() && other.is_contiguous());
+            assert_eq!(own.flatten_all()?.to_vec1::<f32>()?, other.flatten_all()?.to_vec1::<f32>()?);
+        }
+    }
     Ok(())
 }
 

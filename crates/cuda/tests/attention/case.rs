@@ -104,8 +104,16 @@ pub fn check_forward(call: &AttentionCall) -> Result<Forward> {
 }
 
 /// The gradients of everything.
-pub const ALL: RequestedGradients =
-    RequestedGradients { q: true, k: true, v: true, bias: true, relative_bias: true, slopes: true, sinks: true };
+pub const ALL: RequestedGradients = RequestedGradients {
+    layout: OutputLayout::Bhtd,
+    q: true,
+    k: true,
+    v: true,
+    bias: true,
+    relative_bias: true,
+    slopes: true,
+    sinks: true,
+};
 
 /// Runs both passes with gradients of the output and of the log-sum-exp, and checks all gradients.
 pub fn check_backward(call: &AttentionCall) -> Result<Gradients> {

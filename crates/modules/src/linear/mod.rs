@@ -1,5 +1,6 @@
 //! Linear layers on the CPU kernels.
 
+mod backend;
 mod forward;
 mod gated;
 mod matrix;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use candle_core::{D, DType, Device, Error, Module, Result, Shape, Tensor, bail};
 use candle_nn::{Activation, Linear};
 
-use super::OP;
 use super::matrix::{as_left_factor, contiguous, matrix_of};
+use super::{OP, backend};
 use crate::base::rowwise::{Element, Read, read, with_float};
 use crate::base::{gradient_of, record};
 use candle_attention_kernels::InstructionSet;
@@ -233,7 +233,7 @@ fn multiply<E: Element>(left: Matrix<E>, right: Right<E>, epilogue: linear::Epil
     linear::multiply_vec(&Product { left, right, epilogue }).map_err(kernel_error)
 }
 
-/// Computes a linear layer by Candle's operations, with gradients, on any device.
+/// Computes a linear layer without the CPU kernels, with gradients, on any device.
 pub(super) fn plain(linear: &Linear, xs: &Tensor) -> Result<Tensor> {
     let shape = with_width(xs.dims(), linear.weight().dim(0)?);
     if shape.elem_count() == 0 || xs.elem_count() == 0 {
@@ -242,6 +242,9 @@ pub(super) fn plain(linear: &Linear, xs: &Tensor) -> Result<Tensor> {
             Some(bias) => zeros.broadcast_add(bias),
             None => Ok(zeros),
         };
+    }
+    if !xs.device().is_metal() {
+        return backend::affine(xs, linear.weight(), linear.bias());
     }
     // Candle does not multiply vectors.
     let rows = contiguous("input", xs)?.reshape(((), xs.dim(D::Minus1)?))?;

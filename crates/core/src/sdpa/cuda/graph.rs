@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use candle_attention_cuda::{AttentionCall, BackwardInputs, ForwardOutput, Gradients, RequestedGradients};
+use candle_attention_cuda::{
+    AttentionCall, BackwardInputs, ForwardOutput, Gradients, OutputLayout, RequestedGradients,
+};
 use candle_core::op::BackpropOp;
 use candle_core::{Error, Layout, Result, Shape, Storage, Tensor};
 
@@ -10,7 +12,7 @@ use super::super::call::{Qkv, swapped_for};
 use super::super::score_tensors::{ByInput, is_tracked};
 use super::CudaCall;
 use candle_attention_modules::base::rowwise::with_contiguous_rows;
-use candle_attention_modules::base::{record, record_two};
+use candle_attention_modules::base::{is_linked, record, record_two};
 
 const NAME: &str = "flash-attention";
 
@@ -73,6 +75,7 @@ impl CudaCall {
     pub(super) fn requested_gradients(&self) -> RequestedGradients {
         let inputs = self.inputs();
         RequestedGradients {
+            layout: self.gradient_layout(),
             q: is_tracked(inputs.q),
             k: is_tracked(inputs.k),
             v: is_tracked(inputs.v),
@@ -81,6 +84,15 @@ impl CudaCall {
             slopes: is_tracked(inputs.slopes),
             sinks: is_tracked(inputs.sinks),
         }
+    }
+
+    /// Returns the order in memory of the gradients of q, k and v. If they go to results of which q, k and v are views,
+    /// they are contiguous once the views are undone.
+    fn gradient_layout(&self) -> OutputLayout {
+        let AttentionCall { q, k, v, .. } = &self.attention;
+        let strides = q.stride();
+        let all_are_linked = [q, k, v].into_iter().all(|heads| !heads.track_op() || is_linked(heads));
+        if all_are_linked && strides[2] > strides[1] { OutputLayout::Bthd } else { OutputLayout::Bhtd }
     }
 
     /// Computes the gradients of the inputs that are tracked. The output and its gradient are as they are stored.

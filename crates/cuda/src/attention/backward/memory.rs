@@ -4,7 +4,7 @@ use candle_core::{DType, Result};
 
 use super::BackwardPlan;
 use crate::arguments::AttentionArguments;
-use crate::attention::readings::contiguous_strides;
+use crate::attention::readings::layout_strides;
 use crate::attention::sizes::Sizes;
 use crate::device::{Buffer, KernelDevice, Operands};
 
@@ -96,9 +96,9 @@ impl BackwardMemory {
         arguments.query_gradient = operands.write("the gradient of q", &mut self.q)?;
         arguments.key_gradient = operands.write("the gradient of k", &mut self.k)?;
         arguments.value_gradient = operands.write("the gradient of v", &mut self.v)?;
-        arguments.query_gradient_strides = contiguous_strides(heads, queries, head_dim);
-        arguments.key_gradient_strides = contiguous_strides(key_heads, keys, head_dim);
-        arguments.value_gradient_strides = contiguous_strides(key_heads, keys, value_dim);
+        arguments.query_gradient_strides = layout_strides(plan.layout, heads, queries, head_dim);
+        arguments.key_gradient_strides = layout_strides(plan.layout, key_heads, keys, head_dim);
+        arguments.value_gradient_strides = layout_strides(plan.layout, key_heads, keys, value_dim);
 
         arguments.score_gradient = operands.write_optional("the gradients of scores", self.scores.as_mut())?;
         arguments.bias_gradient = operands.write_optional("the gradient of the bias", self.bias.as_mut())?;

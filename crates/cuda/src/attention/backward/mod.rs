@@ -5,11 +5,11 @@ mod memory;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::call::{AttentionCall, BackwardInputs, Gradients, RequestedGradients};
+use super::call::{AttentionCall, BackwardInputs, Gradients, OutputLayout, RequestedGradients};
 use super::forward::{output_shape, output_strides};
 use super::readings::{Readings, alignment, row_strides};
 use super::sizes::Sizes;
-use crate::device::{KernelDevice, Operands, Reading};
+use crate::device::{Buffer, KernelDevice, Operands, Reading};
 use crate::specialization::Specialization;
 use crate::tiles::BackwardTile;
 use launches::BackwardLaunches;
@@ -21,6 +21,8 @@ struct BackwardPlan {
     sizes: Sizes,
     specialization: Specialization,
     tile: BackwardTile,
+    /// The order in memory of the gradients of q, k and v.
+    layout: OutputLayout,
     bias: Option<BiasGradient>,
     has_sink_gradient: bool,
     shares_relative_bias: bool,
@@ -59,6 +61,7 @@ impl AttentionCall {
             sizes,
             specialization,
             tile,
+            layout: wanted.layout,
             bias: self.bias_gradient(&sizes, wanted),
             has_sink_gradient: wanted.sinks && self.scores.sinks.is_some(),
             shares_relative_bias: self.scores.relative_bias.as_ref().is_some_and(|biases| biases.dims()[0] == 1),
@@ -125,13 +128,13 @@ impl AttentionCall {
     fn gradients(&self, memory: BackwardMemory, wanted: RequestedGradients) -> Result<Gradients> {
         let mut found = Gradients::default();
         if wanted.q {
-            found.q = Some(memory.q.into_tensor(self.q.shape())?);
+            found.q = Some(heads_gradient(memory.q, &self.q, wanted.layout)?);
         }
         if wanted.k {
-            found.k = Some(memory.k.into_tensor(self.k.shape())?);
+            found.k = Some(heads_gradient(memory.k, &self.k, wanted.layout)?);
         }
         if wanted.v {
-            found.v = Some(memory.v.into_tensor(self.v.shape())?);
+            found.v = Some(heads_gradient(memory.v, &self.v, wanted.layout)?);
         }
         // The gradient of a bias that has all dimensions of the scores is the gradient of the scores.
         if let (Some(bias), Some(buffer)) = (&self.scores.bias, memory.bias.or(memory.scores)) {
@@ -147,6 +150,14 @@ impl AttentionCall {
             found.sinks = Some(buffer.into_tensor(sinks.shape())?);
         }
         Ok(found)
+    }
+}
+
+/// Returns the gradient of queries, keys or values (B, H, T, ..), whose numbers are in the order of a layout.
+fn heads_gradient(numbers: Buffer, heads: &Tensor, layout: OutputLayout) -> Result<Tensor> {
+    match layout {
+        OutputLayout::Bhtd => numbers.into_tensor(heads.shape()),
+        OutputLayout::Bthd => numbers.into_tensor(heads.transpose(1, 2)?.shape())?.transpose(1, 2),
     }
 }
 
