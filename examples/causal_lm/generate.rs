@@ -119,7 +119,7 @@ impl<'m> Batch<'m> {
         let mut start = 0;
         while start < longest_row {
             let end = self.chunk_end(&rows, &cached, start);
-            let batch = PaddedIds::new(&rows, start..end, self.model.device())?;
+            let batch = PaddedIds::new(&rows, start..end)?;
             let logits = self.model.next_logits(&batch.ids, &batch.lens, &mut self.caches)?;
             last.resize(rows.len(), logits.get(0)?);
             for (sequence, &len) in batch.lens.iter().enumerate() {
@@ -179,7 +179,7 @@ impl<'m> Batch<'m> {
 
 /// A batch of token ids.
 pub struct PaddedIds {
-    /// (B, T), right-padded with 0.
+    /// (B, T) on the CPU, right-padded with 0.
     pub ids: Tensor,
     /// The number of tokens in each row.
     pub lens: Vec<usize>,
@@ -187,7 +187,7 @@ pub struct PaddedIds {
 
 impl PaddedIds {
     /// Returns the part `range` of each row.
-    pub fn new(rows: &[impl AsRef<[u32]>], range: Range<usize>, device: &Device) -> Result<Self> {
+    pub fn new(rows: &[impl AsRef<[u32]>], range: Range<usize>) -> Result<Self> {
         let mut ids = Vec::new();
         let mut lens = Vec::new();
         for row in rows {
@@ -197,7 +197,7 @@ impl PaddedIds {
             lens.push(part.len());
             ids.resize(lens.len() * range.len(), 0);
         }
-        Ok(Self { ids: Tensor::from_vec(ids, (rows.len(), range.len()), device)?, lens })
+        Ok(Self { ids: Tensor::from_vec(ids, (rows.len(), range.len()), &Device::Cpu)?, lens })
     }
 }
 

@@ -71,8 +71,8 @@ impl Vocabulary {
             factors.push(f32::from(is_own));
             rows.push(if is_own { (id - self.own.start) as u32 } else { 0 });
         }
-        let xs = weight.weight_rows(&Tensor::from_vec(rows, ids.shape(), ids.device())?)?;
-        let factors = Tensor::from_vec(factors, ids.shape(), ids.device())?.unsqueeze(2)?.to_dtype(xs.dtype())?;
+        let xs = weight.weight_rows(&Tensor::from_vec(rows, ids.shape(), &Device::Cpu)?)?;
+        let factors = Tensor::from_vec(factors, ids.shape(), xs.device())?.unsqueeze(2)?.to_dtype(xs.dtype())?;
         others.sum(&xs.broadcast_mul(&factors)?)
     }
 }
@@ -201,7 +201,7 @@ impl CausalLm {
             bail!("[causal_lm] {longest} positions are more than the model's {}", last + 1)
         }
         let rows: Vec<_> = positions.iter().map(|&position| (first + position.min(last)) as u32).collect();
-        xs + learned.forward(&Tensor::from_vec(rows, ids.shape(), ids.device())?)?
+        xs + learned.forward(&Tensor::from_vec(rows, ids.shape(), self.device())?)?
     }
 
     /// Returns the input (B, T, E) of a layer's attention for ids (B, T) without a cache; the mask is that of the

@@ -126,7 +126,7 @@ fn write_page(model: &CausalLm, prompt: &[u32], tokenizer: Option<&SimpleTokeniz
     }
     let mut page = PageOfLayers::new(&tokens.concat(), &tokens, &tokens, softmax, model.blocks.num_heads())?;
     let positions: Vec<_> = (0..prompt.len()).collect();
-    let xs = model.embed(&Tensor::new(prompt, model.device())?.unsqueeze(0)?, &positions, prompt.len())?;
+    let xs = model.embed(&Tensor::new(prompt, &Device::Cpu)?.unsqueeze(0)?, &positions, prompt.len())?;
     model.through_blocks(xs, |layer, attention, input| {
         if attention.is_linear() {
             return attention.forward(input);
@@ -143,7 +143,7 @@ fn write_logits(model: &CausalLm, prompts: &[Vec<u32>], path: Option<&PathBuf>) 
     if longest == 0 {
         bail!("[causal_lm] no prompt has a token")
     }
-    let batch = PaddedIds::new(prompts, 0..longest, model.device())?;
+    let batch = PaddedIds::new(prompts, 0..longest)?;
     let mut caches = model.caches(|config| config)?;
     let logits = model.logits(&model.forward(&batch.ids, Some(&batch.lens), &mut caches)?)?;
     let Some(path) = path else { return Ok(()) };

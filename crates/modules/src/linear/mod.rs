@@ -259,6 +259,9 @@ impl PackedLinear {
     /// Returns the rows of the weight (out, in) with these ids: from ids (..) in u32 to (.., in) in the weight's dtype.
     /// One copy of a weight can then be both the table of embeddings and the output projection of a language model.
     ///
+    /// The ids are on the CPU or on the weight's device. Ids on a GPU are read back for their check, so that the host
+    /// waits until the GPU has finished what was launched before; ids on the CPU do not wait.
+    ///
     /// ```
     /// use candle_attention::PackedLinear;
     /// use candle_core::{Device, Tensor};
@@ -270,9 +273,13 @@ impl PackedLinear {
     /// ```
     ///
     /// # Errors
-    /// For ids of another dtype, on another device, or not below the number of outputs.
+    /// For ids of another dtype, on a device that is neither the CPU nor the weight's, or not below the number of
+    /// outputs.
     pub fn weight_rows(&self, ids: &Tensor) -> Result<Tensor> {
-        Expect::many(OP, "ids", ids).dtype_of(&[DType::U32], "")?.same_device("the weight", self.device())?;
+        let expect = Expect::many(OP, "ids", ids).dtype_of(&[DType::U32], "")?;
+        if !ids.device().is_cpu() {
+            expect.same_device("the weight", self.device())?;
+        }
         let flat: Vec<u32> = to_vec(ids)?;
         if let Some(id) = flat.iter().find(|&&id| id as usize >= self.out_dim()) {
             bail!("[{OP}] id {id} is no row of the weight, expected one below {}", self.out_dim())

@@ -93,10 +93,10 @@ impl Sizes {
         Ok(tensors)
     }
 
-    /// Returns the ids of the prompt, (1, T).
-    fn ids(&self, device: &Device) -> Result<Tensor> {
+    /// Returns the ids of the prompt, (1, T) on the CPU.
+    fn ids(&self) -> Result<Tensor> {
         let ids: Vec<u32> = (0..self.prompt).map(|i| ((i * 7919 + 13) % self.vocabulary) as u32).collect();
-        Tensor::new(ids, device)?.unsqueeze(0)
+        Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)
     }
 }
 
@@ -109,7 +109,7 @@ struct Llama {
 impl Llama {
     fn new(sizes: &Sizes, device: &Device) -> Result<Self> {
         let vb = VarBuilder::from_tensors(sizes.weights(device)?, DType::BF16, device);
-        Ok(Self { model: CausalLm::load(&sizes.config(), vb, |_, _| {})?, ids: sizes.ids(device)? })
+        Ok(Self { model: CausalLm::load(&sizes.config(), vb, |_, _| {})?, ids: sizes.ids()? })
     }
 
     /// Computes the logits after the prompt.
