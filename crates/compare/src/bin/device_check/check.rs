@@ -85,8 +85,8 @@ fn run(case: &Case, operands: &Operands, backend: Backend) -> Result<Vec<Tensor>
     }
 }
 
-/// Returns the sum of the squares of an output, divided by 64 so that the sums over many queries that are gradients of slopes
-/// and biases stay below the largest f16, 65504.
+/// Returns the sum of the squares of an output, divided by 64. The gradients of slopes and biases are sums over many
+/// queries, which would otherwise exceed the largest f16, 65504.
 fn sum_of_squares(output: &Tensor) -> Result<Tensor> {
     output.sqr()?.sum_all()? / 64.
 }

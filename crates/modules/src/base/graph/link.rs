@@ -21,12 +21,12 @@
 //! numbers of all their messages. The result itself has the first entry, for the gradients that come from Candle's
 //! operations.
 //!
-//! # On CUDA: a stand-in
+//! # On CUDA: a placeholder
 //!
 //! ```text
 //! operands --> result
 //!         \
-//!          --> stand-in
+//!          --> placeholder
 //! ```
 //!
 //! The host would have to wait for the number of a message. So the link is a tensor of the result's shape, which has no
@@ -107,14 +107,14 @@ impl View {
 enum Link {
     Messages(Weak<MessageLink>),
     /// A tensor of the result's shape and dtype, whose storage has no numbers for it.
-    StandIn(Weak<Tensor>),
+    Placeholder(Weak<Tensor>),
 }
 
 impl Link {
     fn is_alive(&self) -> bool {
         match self {
             Self::Messages(link) => link.strong_count() > 0,
-            Self::StandIn(tensor) => tensor.strong_count() > 0,
+            Self::Placeholder(tensor) => tensor.strong_count() > 0,
         }
     }
 }
@@ -157,9 +157,9 @@ pub(super) fn set_messages(result: &Tensor, link: &Arc<MessageLink>) {
     linked().insert(result, Linked { link: Link::Messages(Arc::downgrade(link)), views: Vec::new() });
 }
 
-/// Sets the link of a result to a stand-in.
-pub(super) fn set_stand_in(result: &Tensor, stand_in: &Arc<Tensor>) {
-    linked().insert(result, Linked { link: Link::StandIn(Arc::downgrade(stand_in)), views: Vec::new() });
+/// Sets the link of a result to a placeholder.
+pub(super) fn set_placeholder(result: &Tensor, placeholder: &Arc<Tensor>) {
+    linked().insert(result, Linked { link: Link::Placeholder(Arc::downgrade(placeholder)), views: Vec::new() });
 }
 
 /// Returns `xs.reshape(shape)`, whose gradient goes where the gradient of `xs` goes.
@@ -214,7 +214,7 @@ pub(super) enum Receiver {
         link: Arc<MessageLink>,
         entry: usize,
     },
-    StandIn(Arc<Tensor>),
+    Placeholder(Arc<Tensor>),
 }
 
 impl Destination {
@@ -222,7 +222,7 @@ impl Destination {
     pub fn of(operand: &Tensor) -> Self {
         let Some(Linked { link, views }) = linked().by_id.get(&operand.id()).cloned() else { return Self::Candle };
         let receiver = match link {
-            Link::StandIn(tensor) => tensor.upgrade().map(Receiver::StandIn),
+            Link::Placeholder(tensor) => tensor.upgrade().map(Receiver::Placeholder),
             Link::Messages(link) => link.upgrade().and_then(Receiver::next_entry),
         };
         receiver.map_or(Self::Candle, |receiver| Self::Link { receiver, views })
@@ -232,7 +232,7 @@ impl Destination {
     pub fn node(&self, operand: &Tensor) -> Tensor {
         match self {
             Self::Candle => operand.clone(),
-            Self::Link { receiver: Receiver::StandIn(tensor), .. } => Tensor::clone(tensor),
+            Self::Link { receiver: Receiver::Placeholder(tensor), .. } => Tensor::clone(tensor),
             Self::Link { receiver: Receiver::Entry { link, .. }, .. } => link.numbers.clone(),
         }
     }
@@ -245,7 +245,7 @@ impl Destination {
             of_result = view.undo(&of_result)?;
         }
         match receiver {
-            Receiver::StandIn(_) => Ok(of_result),
+            Receiver::Placeholder(_) => Ok(of_result),
             Receiver::Entry { link, entry } => link.send(*entry, &of_result),
         }
     }

@@ -88,7 +88,7 @@ pub fn record(
     }
     match first.device() {
         Device::Cpu => with_messages(name, &nodes, result, of_nodes),
-        _ => with_stand_in(name, &nodes, result, of_nodes),
+        _ => with_placeholder(name, &nodes, result, of_nodes),
     }
 }
 
@@ -117,29 +117,30 @@ fn with_messages(
     Ok(result)
 }
 
-/// Adds a result to Candle's graph, with a stand-in of its shape for the operations of this crate that use it.
-fn with_stand_in(
+/// Adds a result to Candle's graph, with a placeholder of its shape for the operations of this crate that use it.
+fn with_placeholder(
     name: &'static str,
     operands: &[Tensor],
     result: Computed,
     backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let backward = Arc::new(backward);
-    let backward_of_stand_in = backward.clone();
+    let backward_of_placeholder = backward.clone();
     let stored = StoredResult::default();
     let result_of_forward = stored.clone();
-    let of_stand_in = move |_: &Tensor, gradient: &Tensor| backward_of_stand_in(result_of_forward.get(name)?, gradient);
+    let of_placeholder =
+        move |_: &Tensor, gradient: &Tensor| backward_of_placeholder(result_of_forward.get(name)?, gradient);
     let without_numbers = result.without_numbers(operands[0].device())?;
-    let stand_in = Arc::new(node(name, operands, without_numbers, Box::new(of_stand_in))?);
-    let own = stand_in.clone();
+    let placeholder = Arc::new(node(name, operands, without_numbers, Box::new(of_placeholder))?);
+    let own = placeholder.clone();
     let of_result = move |result: &Tensor, gradient: &Tensor| {
-        // The node of the result owns the stand-in, which lives as long as the result.
+        // The node of the result owns the placeholder, which lives as long as the result.
         let _owned = &own;
         backward(result, gradient)
     };
     let result = node(name, operands, result, Box::new(of_result))?;
     stored.set(&result);
-    link::set_stand_in(&result, &stand_in);
+    link::set_placeholder(&result, &placeholder);
     Ok(result)
 }
 

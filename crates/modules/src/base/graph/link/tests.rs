@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::*;
 use crate::base::graph::numbers::Computed;
-use crate::base::graph::{IntoStorage, Operands, record, with_stand_in};
+use crate::base::graph::{IntoStorage, Operands, record, with_placeholder};
 
 const SHAPE: [usize; 3] = [4, 32, MIN_ELEMENTS / 128];
 
@@ -12,10 +12,10 @@ const SHAPE: [usize; 3] = [4, 32, MIN_ELEMENTS / 128];
 #[derive(Clone, Copy)]
 enum Kind {
     Messages,
-    StandIn,
+    Placeholder,
 }
 
-const KINDS: [Kind; 2] = [Kind::Messages, Kind::StandIn];
+const KINDS: [Kind; 2] = [Kind::Messages, Kind::Placeholder];
 
 impl Kind {
     /// Adds an operation on tensors of one shape to the graph.
@@ -28,11 +28,11 @@ impl Kind {
         let numbers = result.flatten_all()?.to_vec1::<f32>()?;
         match self {
             Self::Messages => record("operation", operands, numbers, result.shape(), backward),
-            Self::StandIn => {
+            Self::Placeholder => {
                 let Operands { nodes, senders } = Operands::new(operands);
                 let computed = Computed { storage: numbers.into_storage(), shape: result.shape().clone() };
                 let sent = move |stored: &Tensor, gradient: &Tensor| senders.send(backward(stored, gradient)?);
-                with_stand_in("operation", &nodes, computed, sent)
+                with_placeholder("operation", &nodes, computed, sent)
             }
         }
     }
