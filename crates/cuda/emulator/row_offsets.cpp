@@ -9,6 +9,7 @@
 #include "gate.cu"
 #include "delta_gates.cu"
 #include "rotation.cu"
+#include "quantize_rows.cu"
 
 #define ARGUMENTS(type) printf("%s %zu\n", #type, sizeof(type))
 #define FIELD(type, name) printf("%s.%s %zu\n", #type, #name, offsetof(type, name))
@@ -181,6 +182,15 @@ int main() {
     FIELD(GateArguments, width);
     FIELD(GateArguments, columns);
     FIELD(GateArguments, activation);
+    ARGUMENTS(QuantizeRowsArguments);
+    FIELD(QuantizeRowsArguments, inputs);
+    FIELD(QuantizeRowsArguments, codes);
+    FIELD(QuantizeRowsArguments, scales);
+    FIELD(QuantizeRowsArguments, input_strides);
+    FIELD(QuantizeRowsArguments, entries);
+    FIELD(QuantizeRowsArguments, heads);
+    FIELD(QuantizeRowsArguments, tokens);
+    FIELD(QuantizeRowsArguments, width);
     SIZE(TILE_WORDS);
     SIZE(PREPARE_SHARED);
     SIZE(SCAN_SHARED);
@@ -198,5 +208,6 @@ int main() {
     SIZE(ROW_NORM_COLUMNS);
     SIZE(ROW_NORM_SHARED);
     SIZE(GATE_WARPS);
+    SIZE(QUANTIZE_WARPS);
     return 0;
 }

@@ -18,7 +18,10 @@ test delta_tests.cpp -DELEMENT=2 -DKEY_WIDTH=37 -DVALUE_WIDTH=45 -DCHUNK=32 -DSC
 test delta_tests.cpp -DELEMENT=1 -DKEY_WIDTH=32 -DVALUE_WIDTH=16 -DCHUNK=16 -DSCAN_WARPS=1
 test row_tests.cpp -DELEMENT=0 -DNORM_WIDTH=75 -DCONVOLUTION_WIDTH=4
 test row_tests.cpp -DELEMENT=2 -DNORM_WIDTH=128 -DCONVOLUTION_WIDTH=2
-for element in 0 1 2; do test layer_tests.cpp -DELEMENT=$element; done
+for element in 0 1 2; do
+    test layer_tests.cpp -DELEMENT=$element
+    test quantize_tests.cpp -DELEMENT=$element
+done
 if [ "${1:-}" != --quick ]; then
     test delta_tests.cpp -DELEMENT=0 -DKEY_WIDTH=16 -DVALUE_WIDTH=64 -DCHUNK=16 -DSCAN_WARPS=4 -DSCAN_STAGES=2
     test delta_tests.cpp -DELEMENT=1 -DKEY_WIDTH=128 -DVALUE_WIDTH=128 -DCHUNK=32 -DSCAN_WARPS=4 -DSCAN_STAGES=2

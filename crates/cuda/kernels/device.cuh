@@ -262,9 +262,13 @@ DEVICE int larger(int a, int b) { return a > b ? a : b; }
 DEVICE bool is_finite(float x) { return (as_bits(x) & 0x7f800000u) != 0x7f800000u; }
 DEVICE float shuffle(float x, int lane) { return as_float(shuffle_bits(as_bits(x), lane)); }
 DEVICE float shuffle_xor(float x, int mask) { return as_float(shuffle_bits_xor(as_bits(x), mask)); }
-// The sum over the 32 lanes of a warp, and the sum and the maximum over four neighbours, in every lane.
+// The sum and the maximum over the 32 lanes of a warp and over four neighbours, in every lane.
 DEVICE float warp_sum(float x) {
     UNROLL for (int d = 16; d > 0; d >>= 1) x += shuffle_xor(x, d);
+    return x;
+}
+DEVICE float warp_max(float x) {
+    UNROLL for (int d = 16; d > 0; d >>= 1) x = larger(x, shuffle_xor(x, d));
     return x;
 }
 DEVICE float quad_sum(float x) {

@@ -38,7 +38,7 @@ pub use device::launches_of_thread;
 pub use rows::{
     Activation, AngleRows, ConvolutionCall, ConvolutionGradients, ConvolutionResults, DeltaGates, DeltaGatesCall,
     GateCall, GateGradients, GatedNormCall, GatedNormGradients, NormCall, NormGradients, NormParameterGradients,
-    RotationCall,
+    QuantizeRowsCall, RotationCall, RowCodes,
 };
 pub use unsupported::Unsupported;
 

@@ -1,9 +1,10 @@
-//! The keys and values of earlier calls of a layer. `staged` has one call with a cache, `storage` the buffers, `batch`
-//! the edits of the batch, `drafts` the choice among drafted tokens.
+//! The keys and values of earlier calls of a layer. `staged` has one call with a cache, `storage` the buffers,
+//! `quantize` their 8 bits, `batch` the edits of the batch, `drafts` the choice among drafted tokens.
 
 mod batch;
 mod config;
 mod drafts;
+mod quantize;
 mod staged;
 mod storage;
 #[cfg(test)]

@@ -3,11 +3,12 @@
 use std::fmt;
 use std::ops::Range;
 
-use candle_core::{D, DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use super::OP;
+use super::quantize::{QuantizedRows, quantize};
 use super::tokens::NewTokens;
-use crate::sdpa::{KvScales, ZERO_POINT, decoded};
+use crate::sdpa::{KvScales, decoded};
 use candle_attention_modules::base::{self, accumulation_dtype, part};
 
 /// The format in which a cache stores keys and values.
@@ -310,33 +311,4 @@ impl KvBuffers {
 
 fn check_memory(dims: &[usize], dtype: DType) -> Result<()> {
     base::check_memory(OP, format_args!("a buffer of {dims:?}"), &[dims, &[dtype.size_in_bytes()]].concat())
-}
-
-/// Rows of floats as u8 codes (.., width) and f32 scales (.., 1).
-pub(super) struct QuantizedRows {
-    pub codes: Tensor,
-    pub scales: Tensor,
-}
-
-/// Quantises rows (.., width) of floats: x is stored as `round(x / scale) + 128`, where the scale is 1/127 of the row's
-/// largest magnitude.
-///
-/// A row with a number that is not finite in f32 has a scale of NaN; a row whose scale would be subnormal is all zeros.
-pub(super) fn quantize(rows: &Tensor) -> Result<QuantizedRows> {
-    let rows = rows.to_dtype(DType::F32)?.contiguous()?;
-    if rows.elem_count() == 0 {
-        let dims = [&rows.dims()[..rows.rank() - 1], &[1]].concat();
-        let scales = Tensor::zeros(dims, DType::F32, rows.device())?;
-        return Ok(QuantizedRows { codes: rows.to_dtype(DType::U8)?, scales });
-    }
-    // A maximum may ignore NaN. x - x is 0 for finite x and NaN otherwise, so a sum of it makes the scale NaN.
-    let residue = rows.sub(&rows)?.sum_keepdim(D::Minus1)?;
-    let scales = ((rows.abs()?.max_keepdim(D::Minus1)? / 127.0)? + residue)?;
-    let is_normal = scales.ge(f32::MIN_POSITIVE)?.to_dtype(DType::F32)?;
-    let scales = scales.mul(&is_normal)?;
-    let divisors = (&scales + scales.eq(0f32)?.to_dtype(DType::F32)?)?;
-    let multiples = rows.broadcast_mul(&scales.ne(0f32)?.to_dtype(DType::F32)?)?.broadcast_div(&divisors)?;
-    // The conversion rounds towards zero.
-    let codes = (multiples + (ZERO_POINT + 0.5))?.to_dtype(DType::U8)?;
-    Ok(QuantizedRows { codes, scales })
 }

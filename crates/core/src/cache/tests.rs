@@ -2,8 +2,9 @@
 
 use candle_core::{DType, Device, Result, Storage, Tensor};
 
+use super::quantize::{QuantizedRows, quantize};
 use super::staged::{CachedCall, StagedCall};
-use super::storage::{KvFloats, QuantizedRows, quantize};
+use super::storage::KvFloats;
 use super::{AttentionCache, AttentionCacheConfig, Padding};
 use crate::mask::{AttentionMask, FullyMaskedRows};
 use crate::sdpa::{Backend, OutputOnly, SdpaOptions, WithWeights, decoded, scaled_dot_product_attention};

@@ -54,6 +54,7 @@ fn filled(dtype: DType, count: usize, float: f32, integer: i32) -> Result<Buffer
         DType::F16 => CpuStorage::F16(vec![f16::from_f32(float); count]),
         DType::BF16 => CpuStorage::BF16(vec![bf16::from_f32(float); count]),
         DType::I32 => CpuStorage::I32(vec![integer; count]),
+        DType::U8 => CpuStorage::U8(vec![integer as u8; count]),
         other => bail!("kernels write no {other:?}"),
     };
     Ok(Buffer::new(Storage::Cpu(storage), count))

@@ -110,6 +110,7 @@ impl CudaRunner {
             DType::F16 => memory.of::<f16>(&self.device, count)?,
             DType::BF16 => memory.of::<bf16>(&self.device, count)?,
             DType::I32 => memory.of::<i32>(&self.device, count)?,
+            DType::U8 => memory.of::<u8>(&self.device, count)?,
             other => bail!("kernels write no {other:?}"),
         };
         Ok(Buffer::new(Storage::Cuda(storage), count))
@@ -146,6 +147,7 @@ impl CudaRunner {
     pub fn write<'a>(&'a self, storage: &'a mut CudaStorage) -> Result<Use<'a>> {
         self.check(storage)?;
         match &mut storage.slice {
+            CudaStorageSlice::U8(slice) => Ok(self.write_slice(slice)),
             CudaStorageSlice::I32(slice) => Ok(self.write_slice(slice)),
             CudaStorageSlice::F16(slice) => Ok(self.write_slice(slice)),
             CudaStorageSlice::BF16(slice) => Ok(self.write_slice(slice)),

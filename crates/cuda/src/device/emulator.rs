@@ -211,6 +211,7 @@ fn emulator_file(program: &Program) -> &'static str {
         "gate.cu" => "gate_library.cpp",
         "gated_norm.cu" => "gated_norm_library.cpp",
         "norm.cu" => "norm_library.cpp",
+        "quantize_rows.cu" => "quantize_rows_library.cpp",
         "rotation.cu" => "rotation_library.cpp",
         _ => "library.cpp",
     }

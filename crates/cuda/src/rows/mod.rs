@@ -1,5 +1,5 @@
-//! Kernels that compute rows: the short convolution, the gates of linear attention, norms, norms with gates, gates, and
-//! rotations of heads.
+//! Kernels that compute rows: the short convolution, the gates of linear attention, norms, norms with gates, gates,
+//! rotations of heads, and codes of 8 bits.
 
 mod activation;
 mod convolution;
@@ -7,6 +7,7 @@ mod delta_gates;
 mod gate;
 mod gated_norm;
 mod norm;
+mod quantize_rows;
 mod rotation;
 
 pub use activation::Activation;
@@ -15,6 +16,7 @@ pub use delta_gates::{DeltaGates, DeltaGatesCall};
 pub use gate::{GateCall, GateGradients};
 pub use gated_norm::{GatedNormCall, GatedNormGradients};
 pub use norm::{NormCall, NormGradients, NormParameterGradients};
+pub use quantize_rows::{QuantizeRowsCall, RowCodes};
 pub use rotation::{AngleRows, RotationCall};
 
 use candle_core::{DType, Result, Tensor, bail};
@@ -35,6 +37,7 @@ pub(crate) fn entries() -> Vec<CatalogueEntry> {
         rotation::entries(),
         norm::entries(),
         gate::entries(),
+        quantize_rows::entries(),
     ];
     all.concat()
 }

@@ -1,0 +1,149 @@
+//! Rows of floats as codes of 8 bits: by one CUDA kernel, or by operations of Candle, with the same bits.
+
+use candle_attention_cuda::QuantizeRowsCall;
+use candle_core::{D, DType, Result, Tensor};
+
+use crate::sdpa::ZERO_POINT;
+use candle_attention_modules::base::rowwise::with_contiguous_rows;
+
+/// Rows of floats as u8 codes (.., width) and f32 scales (.., 1).
+#[derive(Debug)]
+pub(super) struct QuantizedRows {
+    pub codes: Tensor,
+    pub scales: Tensor,
+}
+
+/// Quantises rows (.., width) of floats: x is stored as `round(x / scale) + 128`, where the scale is 1/127 of the row's
+/// largest magnitude.
+///
+/// A row with a number that is not finite in f32 has a scale of NaN; a row whose scale would be subnormal is all zeros.
+pub(super) fn quantize(rows: &Tensor) -> Result<QuantizedRows> {
+    if rows.device().is_cuda()
+        && rows.elem_count() > 0
+        && let Some(quantized) = by_kernel(rows)?
+    {
+        return Ok(quantized);
+    }
+    by_candle(rows)
+}
+
+/// Quantises rows as [`quantize`] does; `None` if the kernel does not support them.
+fn by_kernel(rows: &Tensor) -> Result<Option<QuantizedRows>> {
+    let kernel = QuantizeRowsCall { rows: with_contiguous_rows(rows)?.detach() };
+    if kernel.plan().is_err() {
+        return Ok(None);
+    }
+    let quantized = kernel.forward()?;
+    Ok(Some(QuantizedRows { codes: quantized.codes, scales: quantized.scales }))
+}
+
+fn by_candle(rows: &Tensor) -> Result<QuantizedRows> {
+    let rows = rows.to_dtype(DType::F32)?.contiguous()?;
+    if rows.elem_count() == 0 {
+        let dims = [&rows.dims()[..rows.rank() - 1], &[1]].concat();
+        let scales = Tensor::zeros(dims, DType::F32, rows.device())?;
+        return Ok(QuantizedRows { codes: rows.to_dtype(DType::U8)?, scales });
+    }
+    // A maximum may ignore NaN. x - x is 0 for finite x and NaN otherwise, so a sum of it makes the scale NaN.
+    let residue = rows.sub(&rows)?.sum_keepdim(D::Minus1)?;
+    let scales = ((rows.abs()?.max_keepdim(D::Minus1)? / 127.0)? + residue)?;
+    let is_normal = scales.ge(f32::MIN_POSITIVE)?.to_dtype(DType::F32)?;
+    let scales = scales.mul(&is_normal)?;
+    let divisors = (&scales + scales.eq(0f32)?.to_dtype(DType::F32)?)?;
+    let multiples = rows.broadcast_mul(&scales.ne(0f32)?.to_dtype(DType::F32)?)?.broadcast_div(&divisors)?;
+    // The conversion rounds towards zero.
+    let codes = (multiples + (ZERO_POINT + 0.5))?.to_dtype(DType::U8)?;
+    Ok(QuantizedRows { codes, scales })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::{AttentionCache, AttentionCacheConfig, Padding};
+    use crate::mask::AttentionMask;
+    use crate::sdpa::SdpaOptions;
+    use candle_attention_modules::init::TorchSeed;
+    use candle_core::Device;
+
+    /// Returns whether the kernel runs, on the emulator.
+    fn emulator_runs() -> bool {
+        let available = candle_attention_cuda::is_available(&Device::Cpu);
+        if let Err(reason) = &available {
+            println!("skipped: {reason}");
+        }
+        available.is_ok()
+    }
+
+    /// Quantises rows by the kernel on the emulator.
+    fn emulated(rows: &Tensor) -> Result<QuantizedRows> {
+        Ok(by_kernel(rows)?.expect("the kernel runs on the emulator"))
+    }
+
+    /// Compares codes, and the bits of scales. All NaN count as equal: their signs depend on the processor.
+    fn assert_same_bits(found: &QuantizedRows, expected: &QuantizedRows, what: &str) -> Result<()> {
+        let codes = |rows: &QuantizedRows| rows.codes.flatten_all()?.to_vec1::<u8>();
+        let bits = |rows: &QuantizedRows| -> Result<Vec<u32>> {
+            let scales = rows.scales.flatten_all()?.to_vec1::<f32>()?;
+            Ok(scales.into_iter().map(|scale| if scale.is_nan() { f32::NAN } else { scale }.to_bits()).collect())
+        };
+        assert_eq!(found.codes.dims(), expected.codes.dims(), "{what}");
+        assert_eq!(found.scales.dims(), expected.scales.dims(), "{what}");
+        assert_eq!(codes(found)?, codes(expected)?, "{what}");
+        assert_eq!(bits(found)?, bits(expected)?, "{what}");
+        Ok(())
+    }
+
+    #[test]
+    fn q8_cuda_kernel_has_the_bits_of_candles_operations() -> Result<()> {
+        if !emulator_runs() {
+            return Ok(());
+        }
+        let generator = TorchSeed::new(3);
+        let special = [0.0, -0.0, 1e-40, -1.4e-36, 3e38, 65504.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e-7];
+        for (dtype, width) in [(DType::F32, 13), (DType::BF16, 64), (DType::F16, 80), (DType::BF16, 128)] {
+            let (b, t, h) = (2, 9, 3);
+            let factors: Vec<f32> = (0..b * t * h).map(|row| 10f32.powi(row as i32 - 27)).collect();
+            let factors = Tensor::from_vec(factors, (b, t, h, 1), &Device::Cpu)?;
+            let random_rows = generator.randn((b, t, h, width))?.broadcast_mul(&factors)?;
+            // Rows of one special number among zeros, then one among random numbers.
+            let numbers = Tensor::new(&special, &Device::Cpu)?.reshape((1, special.len(), 1, 1))?;
+            let zeros = Tensor::zeros((1, special.len(), 1, width - 1), DType::F32, &Device::Cpu)?;
+            let random = generator.randn((1, special.len(), 1, width - 1))?;
+            let special_rows =
+                Tensor::cat(&[&Tensor::cat(&[&numbers, &zeros], 3)?, &Tensor::cat(&[&random, &numbers], 3)?], 1)?;
+            for (name, tokens) in [("random", random_rows), ("special", special_rows)] {
+                // As a layer projects them: heads second in memory.
+                let rows = tokens.to_dtype(dtype)?.transpose(1, 2)?;
+                let what = format!("{name} rows of {width} {dtype:?}");
+                assert_same_bits(&emulated(&rows)?, &by_candle(&rows)?, &what)?;
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn q8_cuda_kernel_has_the_bits_of_a_cache_that_the_cpu_filled() -> Result<()> {
+        if !emulator_runs() {
+            return Ok(());
+        }
+        let generator = TorchSeed::new(4);
+        let (b, h, t, d, d_v) = (2, 3, 8, 64, 13);
+        let all_k = generator.randn((b, t, h, d))?.to_dtype(DType::BF16)?.transpose(1, 2)?;
+        let all_v = generator.randn((b, t, h, d_v))?.to_dtype(DType::BF16)?.transpose(1, 2)?;
+        let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_capacity(16).with_q8())?;
+        for (first, count) in [(0, 6), (6, 1), (7, 1)] {
+            let (k, v) = (all_k.narrow(2, first, count)?, all_v.narrow(2, first, count)?);
+            let new = cache.new_tokens((b, count), Padding::default())?;
+            let staged = cache.stage(&new, &k, Some(&v), d_v)?;
+            let rows = staged.call.all_rows(&k, &AttentionMask::none(), &SdpaOptions::default())?;
+            cache = staged.cache;
+            let stored = rows.buffers.codes()?.expect("a cache of 8 bits");
+            let end = first + count;
+            let stored_keys = QuantizedRows { codes: stored.k, scales: stored.scales.k };
+            let stored_values = QuantizedRows { codes: stored.v, scales: stored.scales.v };
+            assert_same_bits(&emulated(&all_k.narrow(2, 0, end)?)?, &stored_keys, "keys")?;
+            assert_same_bits(&emulated(&all_v.narrow(2, 0, end)?)?, &stored_values, "values")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,2 @@
+// The kernel that quantises rows to 8 bits.
+#include "quantize_rows.cuh"
