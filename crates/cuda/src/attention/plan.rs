@@ -69,6 +69,10 @@ const MOST_SPLITS: usize = 128;
 /// The least number of tiles that a warp of the decode kernel works on, where there are that many.
 const LEAST_TILES: usize = 2;
 
+/// The number of tiles that is enough for a block of the decode kernel with many warps. With more, a short cache has
+/// too few blocks for all multiprocessors.
+const ENOUGH_TILES: usize = 8;
+
 /// Checks that a device runs kernels: its kind, its compute capability, and that NVRTC is there.
 ///
 /// # Errors
@@ -152,7 +156,8 @@ impl AttentionCall {
 fn splits(sizes: &Sizes, tile: &DecodeTile, multiprocessors: usize) -> usize {
     let rows = sizes.longest_queries * sizes.group();
     let blocks = DecodeTile::row_blocks(rows) * sizes.key_heads * sizes.sequences;
-    let most = (sizes.longest_keys / (LEAST_TILES * tile.warps * tile.keys)).clamp(1, MOST_SPLITS);
+    let least_tiles = (LEAST_TILES * tile.warps).min(ENOUGH_TILES);
+    let most = (sizes.longest_keys / (least_tiles * tile.keys)).clamp(1, MOST_SPLITS);
     // The part of the time for which a multiprocessor works on a block, if each works on one at a time.
     let use_of_device = |parts: usize| {
         let rounds = (blocks * parts) as f64 / multiprocessors as f64;
