@@ -7,6 +7,7 @@
 #include "gated_norm.cu"
 #include "norm.cu"
 #include "gate.cu"
+#include "linear_rows.cu"
 #include "delta_gates.cu"
 #include "rotation.cu"
 #include "quantize_rows.cu"
@@ -191,6 +192,20 @@ int main() {
     FIELD(QuantizeRowsArguments, heads);
     FIELD(QuantizeRowsArguments, tokens);
     FIELD(QuantizeRowsArguments, width);
+    ARGUMENTS(LinearRowsArguments);
+    FIELD(LinearRowsArguments, inputs);
+    FIELD(LinearRowsArguments, weights);
+    FIELD(LinearRowsArguments, biases);
+    FIELD(LinearRowsArguments, up_weights);
+    FIELD(LinearRowsArguments, up_biases);
+    FIELD(LinearRowsArguments, residuals);
+    FIELD(LinearRowsArguments, output);
+    FIELD(LinearRowsArguments, rows);
+    FIELD(LinearRowsArguments, width);
+    FIELD(LinearRowsArguments, outputs);
+    FIELD(LinearRowsArguments, product_warps);
+    FIELD(LinearRowsArguments, is_aligned);
+    FIELD(LinearRowsArguments, activation);
     SIZE(TILE_WORDS);
     SIZE(PREPARE_SHARED);
     SIZE(SCAN_SHARED);
@@ -209,5 +224,7 @@ int main() {
     SIZE(ROW_NORM_SHARED);
     SIZE(GATE_WARPS);
     SIZE(QUANTIZE_WARPS);
+    SIZE(LINEAR_WARPS);
+    SIZE(LINEAR_SHARED);
     return 0;
 }

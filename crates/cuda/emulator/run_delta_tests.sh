@@ -22,7 +22,11 @@ for element in 0 1 2; do
     test layer_tests.cpp -DELEMENT=$element
     test quantize_tests.cpp -DELEMENT=$element
 done
+test linear_tests.cpp -DELEMENT=0 -DLINEAR_ROWS=4
+test linear_tests.cpp -DELEMENT=1 -DLINEAR_ROWS=1
+test linear_tests.cpp -DELEMENT=2 -DLINEAR_ROWS=2
 if [ "${1:-}" != --quick ]; then
+    for element in 0 1 2; do test linear_tests.cpp -DELEMENT=$element -DLINEAR_ROWS=8; done
     test delta_tests.cpp -DELEMENT=0 -DKEY_WIDTH=16 -DVALUE_WIDTH=64 -DCHUNK=16 -DSCAN_WARPS=4 -DSCAN_STAGES=2
     test delta_tests.cpp -DELEMENT=1 -DKEY_WIDTH=128 -DVALUE_WIDTH=128 -DCHUNK=32 -DSCAN_WARPS=4 -DSCAN_STAGES=2
     test delta_tests.cpp -DELEMENT=2 -DKEY_WIDTH=128 -DVALUE_WIDTH=64 -DCHUNK=32 -DSCAN_WARPS=4

@@ -37,8 +37,8 @@ pub use delta::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};
 pub use device::launches_of_thread;
 pub use rows::{
     Activation, AngleRows, ConvolutionCall, ConvolutionGradients, ConvolutionResults, DeltaGates, DeltaGatesCall,
-    GateCall, GateGradients, GatedNormCall, GatedNormGradients, NormCall, NormGradients, NormParameterGradients,
-    QuantizeRowsCall, RotationCall, RowCodes,
+    GateCall, GateGradients, GatedNormCall, GatedNormGradients, LinearParameters, LinearRowsCall, NormCall,
+    NormGradients, NormParameterGradients, QuantizeRowsCall, RotationCall, RowCodes,
 };
 pub use unsupported::Unsupported;
 

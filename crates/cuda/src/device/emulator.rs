@@ -210,6 +210,7 @@ fn emulator_file(program: &Program) -> &'static str {
         "delta.cu" => "delta_library.cpp",
         "gate.cu" => "gate_library.cpp",
         "gated_norm.cu" => "gated_norm_library.cpp",
+        "linear_rows.cu" => "linear_rows_library.cpp",
         "norm.cu" => "norm_library.cpp",
         "quantize_rows.cu" => "quantize_rows_library.cpp",
         "rotation.cu" => "rotation_library.cpp",

@@ -1,11 +1,12 @@
 //! Kernels that compute rows: the short convolution, the gates of linear attention, norms, norms with gates, gates,
-//! rotations of heads, and codes of 8 bits.
+//! rotations of heads, linear layers of few rows, and codes of 8 bits.
 
 mod activation;
 mod convolution;
 mod delta_gates;
 mod gate;
 mod gated_norm;
+mod linear;
 mod norm;
 mod quantize_rows;
 mod rotation;
@@ -15,6 +16,7 @@ pub use convolution::{ConvolutionCall, ConvolutionGradients, ConvolutionResults}
 pub use delta_gates::{DeltaGates, DeltaGatesCall};
 pub use gate::{GateCall, GateGradients};
 pub use gated_norm::{GatedNormCall, GatedNormGradients};
+pub use linear::{LinearParameters, LinearRowsCall};
 pub use norm::{NormCall, NormGradients, NormParameterGradients};
 pub use quantize_rows::{QuantizeRowsCall, RowCodes};
 pub use rotation::{AngleRows, RotationCall};
@@ -38,6 +40,7 @@ pub(crate) fn entries() -> Vec<CatalogueEntry> {
         norm::entries(),
         gate::entries(),
         quantize_rows::entries(),
+        linear::entries(),
     ];
     all.concat()
 }

@@ -1,0 +1,2 @@
+// The kernels of linear layers with few rows.
+#include "linear_rows.cuh"
