@@ -87,16 +87,17 @@ DEVICE void add_chunks(float (&sums)[2][LINEAR_ROWS], const LinearRowsArguments&
         }
         UNROLL for (int n = 0; n < LINEAR_LOADS; n++) {
             const int chunk = first + n * pair.step;
-            if (chunk >= count) break;
             float weights[2][LINEAR_CHUNK];
             UNROLL for (int p = 0; p < 2; p++) unpack_chunk(weights[p], chunks[p][n]);
             UNROLL for (int row = 0; row < LINEAR_ROWS; row++) {
+                const uint4 x_chunk = load_chunk(arguments.inputs, linear_input_row(arguments, row), width,
+                                                 smaller(chunk, count - 1));
                 float xs[LINEAR_CHUNK];
-                unpack_chunk(xs, load_chunk(arguments.inputs, linear_input_row(arguments, row), width, chunk));
+                unpack_chunk(xs, x_chunk);
                 UNROLL for (int p = 0; p < 2; p++) {
-                    UNROLL for (int e = 0; e < LINEAR_CHUNK; e++) {
-                        sums[p][row] = fused_multiply_add(xs[e], weights[p][e], sums[p][row]);
-                    }
+                    float sum = sums[p][row];
+                    UNROLL for (int e = 0; e < LINEAR_CHUNK; e++) sum = fused_multiply_add(xs[e], weights[p][e], sum);
+                    sums[p][row] = chunk < count ? sum : sums[p][row];
                 }
             }
         }
@@ -106,6 +107,7 @@ DEVICE void add_chunks(float (&sums)[2][LINEAR_ROWS], const LinearRowsArguments&
 // As add_chunks, for rows of any alignment.
 DEVICE void add_columns(float (&sums)[2][LINEAR_ROWS], const LinearRowsArguments& arguments, const LinearPair& pair) {
     const i64 width = arguments.width;
+#pragma unroll 4
     for (int column = pair.first; column < arguments.width; column += pair.step) {
         float weights[2];
         UNROLL for (int p = 0; p < 2; p++) weights[p] = load_element(pair.weights[p], pair.rows[p] * width + column);

@@ -2,11 +2,13 @@
 
 use std::ops::Range;
 
+use candle_attention_cuda::LinearParameters;
 use candle_core::{DType, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 
+use super::cuda::{CudaEpilogue, CudaRows};
 use super::matrix::{as_matrix, contiguous};
-use super::product::{Epilogue, Factor, kernel_activation, plain, product};
+use super::product::{Epilogue, Factor, cuda_activation, kernel_activation, plain, product};
 use super::{OP, PackedLinear, Weight};
 use crate::base::{Dim, Expect, check_memory, is_addressable, part};
 
@@ -70,6 +72,11 @@ impl PackedLinear {
             let factor = Factor::Packed { weight: weight.clone(), columns };
             return product(xs, factor, self.bias.as_ref(), Epilogue { activation, residual, up: None });
         }
+        if xs.device().is_cuda()
+            && let Some(call) = self.cuda_rows(xs, columns.clone(), residual)
+        {
+            return call.run();
+        }
         let mut ys = self.affine(xs, columns)?;
         if let Some(activation) = self.activation {
             ys = activation.forward(&ys)?;
@@ -78,6 +85,26 @@ impl PackedLinear {
             Some(residual) => ys + residual,
             None => Ok(ys),
         }
+    }
+
+    /// Returns some of the outputs for few rows by a CUDA kernel; `None` if the kernel does not support them.
+    pub(super) fn cuda_rows(&self, xs: &Tensor, columns: Range<usize>, residual: Option<&Tensor>) -> Option<CudaRows> {
+        let activation = match self.activation {
+            Some(activation) => Some(cuda_activation(activation)?),
+            None => None,
+        };
+        CudaRows::plan(xs, self.cuda_parameters(columns)?, CudaEpilogue { activation, up: None, residual })
+    }
+
+    /// Returns the rows of weight and bias that belong to some of the outputs; `None` unless Candle multiplies the
+    /// weight.
+    pub(super) fn cuda_parameters(&self, columns: Range<usize>) -> Option<LinearParameters> {
+        let Weight::Plain(weight) = &self.weight else { return None };
+        let bias = match &self.bias {
+            Some(bias) => Some(bias.narrow(0, columns.start, columns.len()).ok()?),
+            None => None,
+        };
+        Some(LinearParameters { weight: weight.narrow(0, columns.start, columns.len()).ok()?, bias })
     }
 
     /// Computes `x Wᵀ + b` of some of the outputs, without the activation.

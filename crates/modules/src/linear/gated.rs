@@ -3,6 +3,7 @@
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::Activation;
 
+use super::cuda::{CudaEpilogue, CudaRows};
 use super::product::{Epilogue, Factor, UpProduct, cuda_activation, kernel_activation, product};
 use super::{PackedLinear, Weight};
 use crate::cuda_gate::CudaGate;
@@ -12,9 +13,9 @@ const OP: &str = "packed_gated_linear";
 /// `activation(gate(x)) · up(x)`: the first half of a gated feed-forward layer (SwiGLU, GeGLU), in one pass over `x`.
 ///
 /// With two packed weights, each tile of the gate is multiplied by the same tile of the other product while both are in
-/// a cache, in f32, and rounded once. On CUDA gate and product are multiplied by one kernel, forward and backward, in
-/// f32, and rounded once. Otherwise, and for an input that is tracked for gradients on a CPU, the layer
-/// computes three operations.
+/// a cache, in f32, and rounded once. On CUDA one kernel computes the whole layer for at most eight rows without
+/// gradients; for others, gate and product are multiplied by one kernel, forward and backward, in f32, and rounded once.
+/// Otherwise, and for an input that is tracked for gradients on a CPU, the layer computes three operations.
 ///
 /// ```
 /// use candle_attention::{PackedGatedLinear, PackedLinear};
@@ -66,6 +67,14 @@ impl PackedGatedLinear {
         Ok(Self { gate: self.gate.freeze()?, up: self.up.freeze()? })
     }
 
+    /// Returns the outputs for few rows by a CUDA kernel; `None` if the kernel does not support them.
+    pub(super) fn cuda_rows(&self, xs: &Tensor) -> Option<CudaRows> {
+        let columns = 0..self.out_dim();
+        let activation = Some(cuda_activation(self.gate.activation?)?);
+        let up = Some(self.up.cuda_parameters(columns.clone())?);
+        CudaRows::plan(xs, self.gate.cuda_parameters(columns)?, CudaEpilogue { activation, up, residual: None })
+    }
+
     /// Returns the number of outputs.
     pub fn out_dim(&self) -> usize {
         self.gate.out_dim()
@@ -103,6 +112,9 @@ impl Module for PackedGatedLinear {
         {
             let columns = 0..self.out_dim();
             gate.check(xs, &columns)?;
+            if let Some(call) = self.cuda_rows(xs) {
+                return call.run();
+            }
             let before = gate.affine(xs, columns)?;
             let values = up.forward(xs)?;
             return match CudaGate::plan(&before, &values, cuda_activation) {

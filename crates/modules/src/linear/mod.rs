@@ -1,6 +1,7 @@
 //! Linear layers on the CPU kernels.
 
 mod backend;
+mod cuda;
 mod forward;
 mod gated;
 mod matrix;
@@ -44,7 +45,9 @@ const OP: &str = "packed_linear";
 /// Gradients are products of the same kind: gradients of the input through packed and tracked weights, and gradients of
 /// tracked weights and biases. They are summed in f32 for every dtype, with the same bits for any number of threads.
 ///
-/// On other devices and for f64 the layer computes as Candle's [`Linear`]. Weights of GGUF files are packed in their
+/// On CUDA, a product of at most eight rows without gradients, as for a token that is generated, is one kernel with its
+/// bias, activation and residual, summed in f32 and rounded once. Otherwise, on other devices and for f64, the layer
+/// computes as Candle's [`Linear`]. Weights of GGUF files are packed in their
 /// own types ([`from_qtensor`](Self::from_qtensor)).
 ///
 /// ```

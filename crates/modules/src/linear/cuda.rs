@@ -1,0 +1,146 @@
+//! Linear layers with few rows by their CUDA kernel. Nothing is tracked for gradients.
+
+use candle_attention_cuda::{Activation, LinearParameters, LinearRowsCall};
+use candle_core::{Result, Shape, Tensor};
+
+use super::OP;
+use super::matrix::contiguous;
+use crate::base::record;
+
+/// A linear layer of few rows that the kernel supports, in the form that it reads.
+pub(super) struct CudaRows {
+    kernel: LinearRowsCall,
+    /// (.., out).
+    shape: Shape,
+}
+
+/// The operations that follow a product in the same pass.
+#[derive(Default)]
+pub(super) struct CudaEpilogue<'a> {
+    pub activation: Option<Activation>,
+    /// The layer whose outputs multiply the activated outputs.
+    pub up: Option<LinearParameters>,
+    /// The tensor (.., out) that is added.
+    pub residual: Option<&'a Tensor>,
+}
+
+impl CudaRows {
+    /// Returns the layer for inputs (.., in) that fit the weight; `None` if the kernel does not support it, as for many
+    /// rows, or if gradients are tracked.
+    pub fn plan(xs: &Tensor, linear: LinearParameters, epilogue: CudaEpilogue) -> Option<Self> {
+        let CudaEpilogue { activation, up, residual } = epilogue;
+        let (outputs, width) = linear.weight.dims2().ok()?;
+        let rows = xs.elem_count().checked_div(width)?;
+        if rows > LinearRowsCall::MAX_ROWS || !is_constant(&linear, xs) {
+            return None;
+        }
+        if up.as_ref().is_some_and(|up| !is_constant(up, xs)) {
+            return None;
+        }
+        if xs.track_op() || residual.is_some_and(|residual| residual.track_op() || residual.dtype() != xs.dtype()) {
+            return None;
+        }
+        let residual = match residual {
+            Some(residual) => Some(contiguous("residual", residual).ok()?.reshape((rows, outputs)).ok()?),
+            None => None,
+        };
+        let shape = [&xs.dims()[..xs.rank() - 1], &[outputs]].concat();
+        let xs = contiguous("input", xs).ok()?.reshape((rows, width)).ok()?;
+        let kernel = LinearRowsCall { xs, linear, activation, up, residual };
+        kernel.plan().ok()?;
+        Some(Self { kernel, shape: shape.into() })
+    }
+
+    /// Returns the outputs (.., out).
+    pub fn run(self) -> Result<Tensor> {
+        record(OP, &[], self.kernel.forward()?, self.shape, |_, _| Ok(Vec::new()))
+    }
+}
+
+/// Returns whether weight and bias are contiguous, in the dtype of the inputs, and not tracked for gradients.
+fn is_constant(linear: &LinearParameters, xs: &Tensor) -> bool {
+    let is_read = |tensor: &Tensor| tensor.is_contiguous() && tensor.dtype() == xs.dtype() && !tensor.track_op();
+    is_read(&linear.weight) && linear.bias.as_ref().is_none_or(is_read)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_attention_kernels::linear::WeightShape;
+    use candle_core::{DType, Device, Module, Var};
+    use candle_nn::{Activation as Function, Linear};
+
+    use super::*;
+    use crate::linear::{PackedGatedLinear, PackedLinear, Weight};
+
+    /// Draws a layer with a weight that is not packed, as on CUDA.
+    fn layer(outputs: usize, inputs: usize, has_bias: bool) -> Result<PackedLinear> {
+        let draw = |shape: &[usize]| Tensor::randn(0f32, 1., shape, &Device::Cpu);
+        let weight = draw(&[outputs, inputs])?;
+        let bias = if has_bias { Some(draw(&[outputs])?) } else { None };
+        let shape = WeightShape { outputs, inputs };
+        PackedLinear::from_checked(Weight::Plain(weight), bias.as_ref(), shape, DType::F32, &Device::Cpu)
+    }
+
+    fn assert_close(found: &Tensor, expected: &Tensor) -> Result<()> {
+        assert_eq!(found.dims(), expected.dims());
+        let largest = expected.abs()?.max_all()?.to_scalar::<f32>()?;
+        let error = (found - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
+        assert!(error < 2e-6 * largest, "{error:e} of {largest}");
+        Ok(())
+    }
+
+    #[test]
+    fn cuda_rows_match_separate_operations() -> Result<()> {
+        let linear = layer(37, 72, true)?;
+        let plain: Linear = linear.to_linear()?;
+        for dims in [vec![72], vec![1, 1, 72], vec![2, 3, 72], vec![8, 72]] {
+            let xs = Tensor::randn(0f32, 1., dims.as_slice(), &Device::Cpu)?;
+            let residual = Tensor::randn(0f32, 1., [&dims[..dims.len() - 1], &[37]].concat(), &Device::Cpu)?;
+            let rows = xs.reshape(((), 72))?;
+            let expected = plain.forward(&rows)?.reshape(residual.shape())?;
+            let call = linear.cuda_rows(&xs, 0..37, None).expect("the kernel runs the call");
+            assert_close(&call.run()?, &expected)?;
+            let call = linear.cuda_rows(&xs, 0..37, Some(&residual)).expect("the kernel runs the call");
+            assert_close(&call.run()?, &(expected + residual)?)?;
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn cuda_rows_of_some_columns_and_strided_input_match_separate_operations() -> Result<()> {
+        let linear = layer(37, 72, true)?.with_activation(Function::Gelu)?;
+        let xs = Tensor::randn(0f32, 1., (2, 72, 3), &Device::Cpu)?.transpose(1, 2)?;
+        let expected = linear.to_linear()?.forward(&xs.contiguous()?)?.gelu_erf()?.narrow(2, 5, 11)?;
+        let call = linear.cuda_rows(&xs, 5..16, None).expect("the kernel runs the call");
+        assert_close(&call.run()?, &expected)
+    }
+
+    #[test]
+    fn cuda_rows_of_gated_layer_match_separate_operations() -> Result<()> {
+        for has_bias in [false, true] {
+            let (gate, up) = (layer(50, 40, has_bias)?, layer(50, 40, has_bias)?);
+            let xs = Tensor::randn(0f32, 1., (1, 5, 40), &Device::Cpu)?;
+            let expected = (gate.to_linear()?.forward(&xs)?.silu()? * up.to_linear()?.forward(&xs)?)?;
+            let gated = PackedGatedLinear::new(gate, up, Function::Silu)?;
+            let call = gated.cuda_rows(&xs).expect("the kernel runs the call");
+            assert_close(&call.run()?, &expected)?;
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn cuda_rows_are_planned_for_few_rows_without_gradients() -> Result<()> {
+        let linear = layer(6, 16, false)?;
+        let is_planned = |xs: &Tensor| linear.cuda_rows(xs, 0..6, None).is_some();
+        let zeros = |rows: usize| Tensor::zeros((rows, 16), DType::F32, &Device::Cpu);
+        assert!(is_planned(&zeros(1)?) && is_planned(&zeros(8)?));
+        assert!(!is_planned(&zeros(9)?) && !is_planned(&zeros(0)?));
+        assert!(!is_planned(&zeros(1)?.to_dtype(DType::F64)?));
+        assert!(!is_planned(Var::from_tensor(&zeros(1)?)?.as_tensor()));
+        let tracked = Weight::Plain(Var::zeros((6, 16), DType::F32, &Device::Cpu)?.into_inner());
+        let shape = WeightShape { outputs: 6, inputs: 16 };
+        let layer_of_variables = PackedLinear::from_checked(tracked, None, shape, DType::F32, &Device::Cpu)?;
+        assert!(layer_of_variables.cuda_rows(&zeros(1)?, 0..6, None).is_none());
+        Ok(())
+    }
+}
