@@ -66,6 +66,7 @@ fn device_check_of_the_cpu_passes() {
         "gated delta rule",
         "delta rule, gradients",
         "a layer, linear",
+        "linear layers of few rows",
         "a token of a block",
     ] {
         let Row { passed, skipped, failed, errors } = row(&run.stdout, name);

@@ -20,6 +20,9 @@
 #define LINEAR_CHUNK (ELEMENT == 2 ? 4 : 8)     // elements of a load of 16 bytes
 #define LINEAR_LOADS (LINEAR_ROWS <= 2 ? 4 : 2) // loads of a row of weights that are underway at a time
 
+// The blocks that a processor has at a time. More of them would leave too few registers for the loads.
+#define LINEAR_BLOCKS (LINEAR_ROWS == 1 ? 4 : LINEAR_ROWS == 2 ? 3 : 2)
+
 // The two rows of weights of a warp, and its part of their columns.
 struct LinearPair {
     const void* weights[2];
@@ -157,7 +160,7 @@ DEVICE void store_linear_output(const LinearRowsArguments& arguments) {
     store_element(arguments.output, to, y);
 }
 
-KERNEL(linear_rows, LINEAR_WARPS * 32, (LINEAR_ROWS <= 2 ? 4 : 2), LinearRowsArguments) {
+KERNEL(linear_rows, LINEAR_WARPS * 32, LINEAR_BLOCKS, LinearRowsArguments) {
     const LinearPair pair = linear_pair(arguments);
     float sums[2][LINEAR_ROWS];
     UNROLL for (int p = 0; p < 2; p++) {

@@ -25,15 +25,15 @@ const LOAD_BYTES: usize = 16;
 /// The numbers of rows that programs are compiled for.
 const ROWS: [usize; 4] = [1, 2, 4, 8];
 
-/// The warps that occupy a large device: the columns of a product are divided until there are as many. It is the same
-/// number for every device, so that all devices add in the same order.
+/// The warps that occupy a large device: the columns of a product are divided until a launch has this number. It is the
+/// same for every device, so that all devices add in the same order.
 const ENOUGH_WARPS: usize = 4096;
 
 /// The largest width, and the largest number of outputs, so that offsets of columns are an i32.
 const MAX_SIZE: usize = 1 << 30;
 
 /// `activation(x · Wᵀ + bias) · (x · Uᵀ + up bias) + residual`, for few rows. Sums are in f32. Without the factor the
-/// result is rounded once; with it, both products are rounded first, as those of separate operations are.
+/// result is rounded once; with it, both products are rounded first, like the results of separate operations.
 ///
 /// A matrix product of cuBLAS reads the weights as fast, but takes longer to launch, and the bias, the activation, the
 /// factor and the residual are further launches.
@@ -262,7 +262,8 @@ pub(super) fn entries() -> Vec<CatalogueEntry> {
     for element in Element::ALL {
         for rows in ROWS {
             let name = format!("linear rows {}, {rows}", element.name());
-            entries.push(CatalogueEntry::new(&program(element, rows), name, true, vec![kernel(rows)]));
+            let is_quick = rows == 1 || rows == LinearRowsCall::MAX_ROWS;
+            entries.push(CatalogueEntry::new(&program(element, rows), name, is_quick, vec![kernel(rows)]));
         }
     }
     entries

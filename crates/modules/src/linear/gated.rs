@@ -14,8 +14,9 @@ const OP: &str = "packed_gated_linear";
 ///
 /// With two packed weights, each tile of the gate is multiplied by the same tile of the other product while both are in
 /// a cache, in f32, and rounded once. On CUDA one kernel computes the whole layer for at most eight rows without
-/// gradients; for others, gate and product are multiplied by one kernel, forward and backward, in f32, and rounded once.
-/// Otherwise, and for an input that is tracked for gradients on a CPU, the layer computes three operations.
+/// gradients. With more rows or with gradients, gate and product are multiplied by one kernel, forward and backward, in
+/// f32, and rounded once. Otherwise, and for an input that is tracked for gradients on a CPU, the layer computes three
+/// operations.
 ///
 /// ```
 /// use candle_attention::{PackedGatedLinear, PackedLinear};

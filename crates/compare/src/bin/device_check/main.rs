@@ -13,6 +13,7 @@ mod check;
 #[path = "../../../../../examples/common/command_line.rs"]
 mod command_line;
 mod delta;
+mod few_rows;
 mod golden;
 mod grid;
 mod layer;
@@ -76,6 +77,7 @@ enum Task {
     Blocks,
     DeltaRule,
     LinearLayer,
+    FewRows,
     Token,
 }
 
@@ -84,7 +86,7 @@ fn check_device(device: &Device, args: &Args) -> Result<Vec<Row>> {
     let widths = if args.widths.is_empty() { default_widths } else { &args.widths };
     let mut tasks: Vec<Task> = Grid::new(args.short, widths).groups().into_iter().map(Task::Calls).collect();
     tasks.extend([Task::Packed, Task::Models, Task::Layer, Task::CachedLayer, Task::LayerGradients]);
-    tasks.extend([Task::Blocks, Task::DeltaRule, Task::LinearLayer, Task::Token]);
+    tasks.extend([Task::Blocks, Task::DeltaRule, Task::LinearLayer, Task::FewRows, Task::Token]);
     let mut own_tasks = Vec::new();
     for (at, task) in tasks.into_iter().enumerate() {
         if args.part.has(at) {
@@ -106,6 +108,7 @@ fn check_device(device: &Device, args: &Args) -> Result<Vec<Row>> {
             Task::Blocks => rows.push(blocks::check(device, tolerance)?),
             Task::DeltaRule => rows.extend(delta::check(device, args.short, tolerance)?),
             Task::LinearLayer => rows.push(delta::check_layer(device, tolerance)?),
+            Task::FewRows => rows.push(few_rows::check(device, tolerance)?),
             Task::Token => rows.push(token::check(device, tolerance)?),
         }
     }
@@ -134,6 +137,7 @@ impl Task {
             Self::Blocks => "norms and rotation",
             Self::DeltaRule => "gated delta rule",
             Self::LinearLayer => "a layer, linear",
+            Self::FewRows => "linear layers of few rows",
             Self::Token => "a token of a block",
         }
     }
