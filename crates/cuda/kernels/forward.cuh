@@ -35,7 +35,6 @@ struct ForwardQueries {
 // The part of a call that a thread of a block computes, with the strides of its keys and the scales of codes.
 struct ForwardBlock : QueryBlock {
     int sequence_index;
-    TileInterval warp_keys;  // of the rows of the warp
     i64 key_row_bytes;
     i64 value_row_bytes;
     const float* key_scales;
@@ -166,7 +165,7 @@ DEVICE void mask_forward_scores(const ForwardBlock& block, int key, ForwardScore
                     if (!(kept & 0xff)) scores[tile][c][2 * r] = NEGATIVE_INFINITY;
                     if (!(kept >> 8)) scores[tile][c][2 * r + 1] = NEGATIVE_INFINITY;
                 }
-    if (!block.warp_keys.masks(key, FORWARD_KEYS)) return;
+    if (!block.keys.masks(key, FORWARD_KEYS)) return;
     UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
         UNROLL for (int r = 0; r < 2; r++) {
             const int row = block.warp_row + 16 * tile + 8 * r + block.lane_row;
@@ -278,20 +277,6 @@ DEVICE ForwardBlock start_forward_block(const AttentionArguments& arguments, con
     return block;
 }
 
-// Returns the keys that the rows of the warp attend to, from the intervals in shared memory.
-DEVICE TileInterval load_warp_interval(const ForwardBlock& block) {
-    TileInterval keys = {0x7fffffff, 0, 0, 0x7fffffff};
-    for (int lane_row = block.lane; lane_row < FORWARD_ROW_TILES * 16; lane_row += 32) {
-        const int row = block.warp_row + lane_row;
-        if (block.first_query + row >= block.sequence.query_count) continue;
-        const int2 own = load_shared<int2>(FORWARD_INTERVALS_AT + 8 * row);
-        if (own.x < own.y) keys.first = smaller(keys.first, own.x), keys.end = larger(keys.end, own.y);
-        keys.common_first = larger(keys.common_first, own.x), keys.common_end = smaller(keys.common_end, own.y);
-    }
-    join_in_warp(keys);
-    return keys;
-}
-
 // From products to weights that are multiplied with values.
 DEVICE void products_to_weights(const AttentionArguments& arguments, const ForwardBlock& block, int key,
                                 ForwardScores& scores, ForwardState& state, float scale) {
@@ -351,10 +336,8 @@ DEVICE bool attend_to_keys(const AttentionArguments& arguments, const ForwardBlo
             }
             commit_copies();
         }
-        // At the border of a mask, some warps of the block attend to no key of the tile.
-        const bool is_attended = block.warp_keys.attends(key, FORWARD_KEYS);
         ForwardScores scores;
-        if (is_attended) multiply_forward_keys(block, queries, keys_at, scores);
+        multiply_forward_keys(block, queries, keys_at, scores);
         if (FORWARD_STAGES == 1) {
             wait_for_copies<0>();
 #if KEY_CODES
@@ -369,10 +352,8 @@ DEVICE bool attend_to_keys(const AttentionArguments& arguments, const ForwardBlo
             wait_for_copies<1>();
             block_barrier();
         }
-        if (is_attended) {
-            products_to_weights(arguments, block, key, scores, state, scale);
-            multiply_forward_values(block, scores, values_at, state);
-        }
+        products_to_weights(arguments, block, key, scores, state, scale);
+        multiply_forward_values(block, scores, values_at, state);
         stage ^= 1;
     }
     wait_for_copies<0>();
@@ -401,7 +382,6 @@ KERNEL(attention_forward, FORWARD_THREADS, 1, AttentionArguments) {
     block.keys = store_intervals<FORWARD_QUERIES, FORWARD_THREADS>(arguments, sequence, place.sequence,
                                                                    block.first_query, FORWARD_INTERVALS_AT,
                                                                    FORWARD_WARP_INTERVALS_AT, block.thread);
-    block.warp_keys = load_warp_interval(block);
     block.modifiers = load_modifiers(arguments, sequence, place.sequence, block.head);
     block.dropout = load_dropout(arguments, sequence.batch, block.head);
     const float scale = exponent_scale(arguments);

@@ -83,8 +83,6 @@ struct TileInterval {
     int end;
     int common_first;  // the keys [common_first, common_end) that all of the queries attend to
     int common_end;
-    // Whether a query attends to one of `keys` keys from `key` on.
-    DEVICE_METHOD bool attends(int key, int keys) const { return key < end && key + keys > first; }
     // Whether a query does not attend to all of `keys` keys from `key` on.
     DEVICE_METHOD bool masks(int key, int keys) const { return key < common_first || key + keys > common_end; }
 };
