@@ -98,10 +98,11 @@ mod tests {
             let residual = Tensor::randn(0f32, 1., [&dims[..dims.len() - 1], &[37]].concat(), &Device::Cpu)?;
             let rows = xs.reshape(((), 72))?;
             let expected = plain.forward(&rows)?.reshape(residual.shape())?;
-            let call = linear.cuda_rows(&xs, 0..37, None).expect("the kernel runs the call");
-            assert_close(&call.run()?, &expected)?;
-            let call = linear.cuda_rows(&xs, 0..37, Some(&residual)).expect("the kernel runs the call");
-            assert_close(&call.run()?, &(expected + residual)?)?;
+            let run = |added: Option<&Tensor>| -> Result<Tensor> {
+                linear.cuda_rows(&xs, 0..37, added).expect("the kernel runs the call").run()
+            };
+            assert_close(&run(None)?, &expected)?;
+            assert_close(&run(Some(&residual))?, &(expected + residual)?)?;
         }
         Ok(())
     }

@@ -133,18 +133,18 @@ impl Operands {
 impl Kind {
     fn run(self, operands: &Operands) -> Result<Outcome> {
         let Operands { xs, weight, bias, up_weight, up_bias, residual } = operands;
-        let linear = |weight: &Tensor, bias: Option<&Tensor>| PackedLinear::new(weight, bias);
-        let gated = |bias: Option<&Tensor>, up_bias: Option<&Tensor>| {
-            PackedGatedLinear::new(linear(weight, bias)?, linear(up_weight, up_bias)?, Activation::Silu)
-        };
+        let plain = PackedLinear::new(weight, None)?;
+        let linear = PackedLinear::new(weight, Some(bias))?;
+        let plain_up = PackedLinear::new(up_weight, None)?;
+        let up = PackedLinear::new(up_weight, Some(up_bias))?;
         let before = launches_of_thread();
         let output = match self {
-            Self::Plain => linear(weight, None)?.forward(xs)?,
-            Self::BiasAndResidual => linear(weight, Some(bias))?.forward_with_residual(xs, residual)?,
-            Self::Activation => linear(weight, Some(bias))?.with_activation(Activation::Gelu)?.forward(xs)?,
-            Self::Columns => linear(weight, Some(bias))?.forward_columns(xs, 5..weight.dim(0)? - 2)?,
-            Self::Gated => gated(None, None)?.forward(xs)?,
-            Self::GatedWithBias => gated(Some(bias), Some(up_bias))?.forward(xs)?,
+            Self::Plain => plain.forward(xs)?,
+            Self::BiasAndResidual => linear.forward_with_residual(xs, residual)?,
+            Self::Activation => linear.with_activation(Activation::Gelu)?.forward(xs)?,
+            Self::Columns => linear.forward_columns(xs, 5..weight.dim(0)? - 2)?,
+            Self::Gated => PackedGatedLinear::new(plain, plain_up, Activation::Silu)?.forward(xs)?,
+            Self::GatedWithBias => PackedGatedLinear::new(linear, up, Activation::Silu)?.forward(xs)?,
         };
         Ok(Outcome { output, launches: launches_of_thread() - before })
     }
