@@ -6,7 +6,7 @@ use candle_attention::{
 };
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
 
-use super::case::{Case, Want};
+use super::case::{Case, Options, Want};
 use super::operands::{Operands, Qkv};
 
 pub const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -75,20 +75,21 @@ fn run(case: &Case, operands: &Operands, backend: Backend) -> Result<Vec<Tensor>
         }
         Want::Gradients => {
             let output = scaled_dot_product_attention(&q, &k, &v, &mask, &options)?;
-            gradients(&sum_of_squares(&output)?, &operands.all())
+            gradients(&sum_of_squares(case, &output)?, &operands.all())
         }
         Want::GradientsWithLogSumExp => {
             let (output, lse) = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
             let lse_sum = lse.sum_all()?.to_dtype(output.dtype())?;
-            gradients(&(sum_of_squares(&output)? + lse_sum)?, &operands.all())
+            gradients(&(sum_of_squares(case, &output)? + lse_sum)?, &operands.all())
         }
     }
 }
 
-/// Returns the sum of the squares of an output, divided by 64. The gradients of slopes and biases are sums over many
-/// queries, which would otherwise exceed the largest f16, 65504.
-fn sum_of_squares(output: &Tensor) -> Result<Tensor> {
-    output.sqr()?.sum_all()? / 64.
+/// Returns the sum of the squares of an output. With every option at once, it is divided by 64: the gradients of slopes
+/// and biases are sums over many queries, which would otherwise exceed the largest f16, 65504.
+fn sum_of_squares(case: &Case, output: &Tensor) -> Result<Tensor> {
+    let divisor = if case.options == Options::Everything { 64. } else { 1. };
+    output.sqr()?.sum_all()? / divisor
 }
 
 /// Returns the gradients of a loss with respect to variables.
