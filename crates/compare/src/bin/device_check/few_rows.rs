@@ -1,5 +1,5 @@
-//! Linear layers applied to few rows, as for tokens that are generated: their numbers, compared with the CPU in f64, and
-//! the number of kernels of this project that they launch on CUDA.
+//! Linear layers of few rows, as of tokens that are generated: their numbers, compared with the CPU in f64, and the
+//! number of kernels of this project that they launch on CUDA.
 
 use candle_attention::init::TorchSeed;
 use candle_attention::{PackedGatedLinear, PackedLinear};
