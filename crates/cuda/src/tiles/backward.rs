@@ -73,7 +73,11 @@ const fn separate(keys: KeyTile, warps: usize, row_tiles: usize, query_keys: usi
 }
 
 /// Tiles in 16 bits, the fastest first.
-const NARROW: &[BackwardTile] = &[separate(key_tile(4, 2, 1, 64), 4, 2, 64), separate(key_tile(4, 1, 1, 32), 4, 1, 32)];
+const NARROW: &[BackwardTile] = &[separate(key_tile(4, 2, 1, 48), 4, 2, 64), separate(key_tile(4, 1, 1, 32), 4, 1, 32)];
+/// Tiles in 16 bits for calls without score modifiers, the fastest first: 0.97 of the time on an H200. With modifiers,
+/// these kernels would spill more registers.
+const NARROW_PLAIN: &[BackwardTile] =
+    &[separate(key_tile(4, 2, 1, 64), 4, 2, 64), separate(key_tile(4, 1, 1, 32), 4, 1, 32)];
 const MIDDLE: &[BackwardTile] = &[
     fused(key_tile(8, 2, 2, 64), 2),
     // The warps of columns divide the 6 matrices of a head dimension of 96.
@@ -128,7 +132,11 @@ impl BackwardTile {
             (Element::F32, Width::Narrow) => F32_NARROW,
             (Element::F32, Width::Middle) => F32_MIDDLE,
             (Element::F32, Width::Wide) => F32_WIDE,
-            (_, Width::Narrow) => NARROW,
+            (element, Width::Narrow) => {
+                let plain = Specialization::plain(element, specialization.head_dim, specialization.value_dim);
+                let is_plain = *specialization == Specialization { alignment: specialization.alignment, ..plain };
+                if is_plain { NARROW_PLAIN } else { NARROW }
+            }
             (_, Width::Middle) => MIDDLE,
             (_, Width::Wide) => WIDE,
         };

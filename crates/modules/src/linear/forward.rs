@@ -13,8 +13,8 @@ use super::{OP, PackedLinear, Weight};
 use crate::base::{Dim, Expect, check_memory, is_addressable, part};
 
 impl PackedLinear {
-    /// Computes some of the outputs, with the bits that [`forward`](Module::forward) returns: from (.., in) to
-    /// (.., `columns.len()`). Several projections of one input can share a weight in this way.
+    /// Computes some of the outputs, from (.., in) to (.., `columns.len()`), on the CPU kernels with the bits that
+    /// [`forward`](Module::forward) returns. Several projections of one input can share a weight in this way.
     ///
     /// # Errors
     /// As [`forward`](Module::forward), and for columns beyond the width of the output.

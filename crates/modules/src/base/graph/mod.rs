@@ -133,10 +133,10 @@ fn with_placeholder(
     let without_numbers = result.without_numbers(operands[0].device())?;
     let placeholder = Arc::new(node(name, operands, without_numbers, Box::new(of_placeholder))?);
     let own = placeholder.clone();
-    let of_result = move |result: &Tensor, gradient: &Tensor| {
+    let of_result = move |own_numbers: &Tensor, gradient: &Tensor| {
         // The node of the result owns the placeholder, which lives as long as the result.
         let _owned = &own;
-        backward(result, gradient)
+        backward(own_numbers, gradient)
     };
     let result = node(name, operands, result, Box::new(of_result))?;
     stored.set(&result);
