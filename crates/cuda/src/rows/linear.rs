@@ -97,7 +97,7 @@ struct LinearRowsArguments {
 unsafe impl KernelArguments for LinearRowsArguments {}
 
 impl LinearRowsCall {
-    /// The largest number of rows. With more, the tensor cores of cuBLAS are faster.
+    /// The largest number of rows. With more, a product of cuBLAS, on tensor cores, is the better choice.
     pub const MAX_ROWS: usize = ROWS[ROWS.len() - 1];
 
     /// Checks that the kernel runs the call. Nothing is compiled, and no tensor is read.
