@@ -114,3 +114,29 @@ fn linear_of_variables_or_f64_is_not_packed() -> Result<()> {
     }
     Ok(())
 }
+
+/// Checks the gradients of a layer in f64, which the CPU kernels do not compute: with an input that is contiguous, and
+/// with one that is not.
+#[test]
+fn linear_in_f64_has_the_gradients_of_candle() -> Result<()> {
+    let variable = |shape: &[usize]| Var::from_tensor(&random(shape)?.to_dtype(DType::F64)?);
+    let (weight, bias) = (variable(&[3, 4])?, variable(&[3])?);
+    for dims in [[2, 5, 4], [2, 4, 5]] {
+        let stored = variable(&dims)?;
+        let xs = if dims[2] == 4 { stored.as_tensor().clone() } else { stored.transpose(1, 2)? };
+        let factors = random((2, 5, 3))?.to_dtype(DType::F64)?;
+        for own_bias in [None, Some(bias.as_tensor())] {
+            let candle = Linear::new(weight.as_tensor().clone(), own_bias.cloned());
+            let packed = PackedLinear::new(weight.as_tensor(), own_bias)?;
+            let found = (packed.forward(&xs)? * &factors)?.sum_all()?.backward()?;
+            let expected = (candle.forward(&xs.contiguous()?)? * &factors)?.sum_all()?.backward()?;
+            for (name, var) in [("input", &stored), ("weight", &weight), ("bias", &bias)] {
+                assert_eq!(found.get(var).is_some(), expected.get(var).is_some(), "{name}");
+                if let (Some(own), Some(other)) = (found.get(var), expected.get(var)) {
+                    assert_close(own, other, 1e-14, name);
+                }
+            }
+        }
+    }
+    Ok(())
+}
