@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks candle-attention on this machine's GPU, and times it in turn with PyTorch on the same card.
 #
-# usage: bash run.sh            checks (about 60 s), then times (120 s)
+# usage: bash run.sh            checks (two minutes with 16 cores), then times (at most 120 s)
 #        bash run.sh check|times
 #        bash run.sh sanitize   the checks under compute-sanitizer, which takes long
 #
