@@ -61,18 +61,9 @@ mod tests {
     use super::*;
     use crate::cache::{AttentionCache, AttentionCacheConfig, Padding};
     use crate::mask::AttentionMask;
-    use crate::sdpa::SdpaOptions;
+    use crate::sdpa::{SdpaOptions, emulator_runs};
     use candle_attention_modules::init::TorchSeed;
     use candle_core::Device;
-
-    /// Returns whether the kernel runs, on the emulator.
-    fn emulator_runs() -> bool {
-        let available = candle_attention_cuda::is_available(&Device::Cpu);
-        if let Err(reason) = &available {
-            println!("skipped: {reason}");
-        }
-        available.is_ok()
-    }
 
     /// Quantises rows by the kernel on the emulator.
     fn emulated(rows: &Tensor) -> Result<QuantizedRows> {

@@ -22,6 +22,8 @@ mod statistics;
 #[cfg(test)]
 mod tests;
 
+#[cfg(test)]
+pub use cuda::emulator_runs;
 pub use function::{
     plan, scaled_dot_product_attention, scaled_dot_product_attention_varlen,
     scaled_dot_product_attention_varlen_with_lse, scaled_dot_product_attention_varlen_with_statistics,

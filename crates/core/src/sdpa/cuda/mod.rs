@@ -19,6 +19,8 @@ use super::options::OutputLayout;
 use super::result::ResultKind;
 use super::score_tensors::ScoreTensors;
 use candle_attention_modules::base::rowwise::with_contiguous_rows;
+#[cfg(test)]
+pub use tests::emulator_runs;
 
 /// A value for a call that the kernels support, or the reason why they do not.
 type Supported<T> = std::result::Result<T, String>;

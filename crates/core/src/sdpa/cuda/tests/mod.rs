@@ -12,3 +12,5 @@ mod packed;
 mod plans;
 mod problem;
 mod strides;
+
+pub use problem::emulator_runs;
