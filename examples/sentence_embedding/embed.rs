@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use candle_attention::text::{Encoding, SimpleTokenizer};
+use candle_attention::text::{Encoding, SimpleTokenizer, SpecialTokens};
 use candle_core::{Context, DType, Result, Tensor, bail};
 use rayon::prelude::*;
 use serde_json::Value;
@@ -50,6 +50,7 @@ impl Embedder<'_> {
         let mut vectors = Vec::new();
         let mut lens = Vec::new();
         let mut cut = 0;
+        let unpooled = recipe.num_unpooled(tokenizer)?;
         for chunk in sentences.chunks(batch) {
             let encodings = chunk.par_iter().map(|sentence| recipe.encode(tokenizer, sentence));
             let encodings = encodings.collect::<Result<Vec<_>>>()?;
@@ -58,7 +59,7 @@ impl Embedder<'_> {
             let mut start = 0;
             for encoding in &encodings {
                 let len = encoding.ids.len();
-                vectors.push(pool(&hidden.narrow(0, start, len)?, recipe.steps.pooling)?);
+                vectors.push(pool(&hidden.narrow(0, start, len)?, recipe.steps.pooling, unpooled)?);
                 lens.push(len);
                 start += len;
                 cut += usize::from(encoding.num_truncated > 0);
@@ -70,10 +71,16 @@ impl Embedder<'_> {
     }
 }
 
-/// Pools one sentence's hidden states (T, E) to its vector (E,).
-fn pool(hidden: &Tensor, pooling: Pooling) -> Result<Tensor> {
+/// Pools one sentence's hidden states (T, E) to its vector (E,). A mean is over all tokens but the first `unpooled`.
+fn pool(hidden: &Tensor, pooling: Pooling, unpooled: usize) -> Result<Tensor> {
     match pooling {
-        Pooling::Mean => hidden.to_dtype(DType::F32)?.mean(0),
+        Pooling::Mean => {
+            let len = hidden.dim(0)?;
+            if unpooled >= len {
+                bail!("[{EXAMPLE}] a sentence of {len} tokens has none after its prompt's {unpooled} to pool")
+            }
+            hidden.narrow(0, unpooled, len - unpooled)?.to_dtype(DType::F32)?.mean(0)
+        }
         Pooling::Cls => hidden.get(0)?.to_dtype(DType::F32),
     }
 }
@@ -101,8 +108,8 @@ pub struct Recipe {
     /// The most tokens of a text; longer texts are cut.
     pub max_tokens: Option<usize>,
     pub lowercase: bool,
-    /// The text before every sentence.
-    pub prompt: String,
+    /// The text before every sentence, if the checkpoint names one.
+    pub prompt: Option<String>,
 }
 
 impl Recipe {
@@ -127,12 +134,29 @@ impl Recipe {
 
     /// Tokenizes a sentence.
     pub fn encode(&self, tokenizer: &SimpleTokenizer, sentence: &str) -> Result<Encoding> {
-        let text = format!("{}{sentence}", self.prompt);
-        let encoding = tokenizer.encode(&if self.lowercase { text.to_lowercase() } else { text })?;
+        let text = format!("{}{sentence}", self.prompt.as_deref().unwrap_or_default());
+        let encoding = tokenizer.encode(&self.letters(text))?;
         if encoding.ids.is_empty() {
             bail!("[{EXAMPLE}] {sentence:?} has no token")
         }
         Ok(encoding)
+    }
+
+    /// Lowers the letters of a text if the checkpoint says so.
+    fn letters(&self, text: String) -> String {
+        if self.lowercase { text.to_lowercase() } else { text }
+    }
+
+    /// Returns the number of tokens at the beginning of each sentence that are not pooled: those of the prompt if the
+    /// checkpoint leaves it out, with a special token before it and without one after it, as sentence-transformers
+    /// counts them.
+    fn num_unpooled(&self, tokenizer: &SimpleTokenizer) -> Result<usize> {
+        let Some(prompt) = self.prompt.as_ref().filter(|_| !self.steps.includes_prompt) else { return Ok(0) };
+        let ids = tokenizer.encode(&self.letters(prompt.clone()))?.ids;
+        let Some(last) = ids.last() else { return Ok(0) };
+        let decoded = tokenizer.decode_with(&[*last], SpecialTokens::With)?;
+        let is_special = tokenizer.decode_with(&[*last], SpecialTokens::Without)? != decoded;
+        Ok(ids.len() - usize::from(is_special))
     }
 }
 
@@ -140,6 +164,8 @@ impl Recipe {
 #[derive(Debug)]
 pub struct Steps {
     pub pooling: Pooling,
+    /// Whether a mean is also over the tokens of the prompt.
+    pub includes_prompt: bool,
     pub normalize: bool,
     /// The files that define the steps, for the report.
     pub source: String,
@@ -152,7 +178,7 @@ impl Steps {
         let json = read_optional(&folder.join(MODULES))?;
         let Some(modules) = json.as_array() else {
             let source = format!("assumed, since there is no {MODULES}");
-            return Ok(Self { pooling: Pooling::Mean, normalize: true, source });
+            return Ok(Self { pooling: Pooling::Mean, includes_prompt: true, normalize: true, source });
         };
         let text = |module: &'_ Value, key: &str| module[key].as_str().unwrap_or_default().to_string();
         let classes: Vec<_> = modules.iter().map(|module| text(module, "type")).collect();
@@ -172,32 +198,49 @@ impl Steps {
             )
         }
         let path = format!("{}/config.json", text(&modules[1], "path"));
-        let pooling = pooling(&path, &read_json(&folder.join(&path))?)?;
-        Ok(Self { pooling, normalize, source: format!("as {path} and {MODULES} say") })
+        let json = read_json(&folder.join(&path))?;
+        let pooling = pooling(&path, &json)?;
+        let includes_prompt = match &json["include_prompt"] {
+            Value::Null => true,
+            Value::Bool(flag) => *flag,
+            other => bail!("[{EXAMPLE}] include_prompt of {path} is {other}, expected true or false"),
+        };
+        Ok(Self { pooling, includes_prompt, normalize, source: format!("as {path} and {MODULES} say") })
     }
 }
 
-/// Returns the mode of a Pooling module: by its name, or by a flag for each mode, of which the mean's is on by default.
+/// Returns the mode of a Pooling module: by its name or a list of names, or by a flag for each mode, of which the mean's
+/// is on by default.
 fn pooling(path: &str, json: &Value) -> Result<Pooling> {
-    let flags = json.as_object().into_iter().flatten().filter(|(_, on)| **on == Value::Bool(true));
-    let mut modes: Vec<_> = flags.filter_map(|(key, _)| key.strip_prefix("pooling_mode_")).collect();
+    let unknown = |mode: &Value| format!("[{EXAMPLE}] pooling_mode of {path} is {mode}, expected \"mean\" or \"cls\"");
+    let mut modes = Vec::new();
     match &json["pooling_mode"] {
-        Value::Null if json["pooling_mode_mean_tokens"].is_null() => modes.push("mean_tokens"),
-        Value::Null => {}
-        mode => modes = vec![mode.as_str().unwrap_or("several modes")],
+        Value::Null => {
+            let flags = json.as_object().into_iter().flatten().filter(|(_, on)| **on == Value::Bool(true));
+            modes.extend(flags.filter_map(|(key, _)| key.strip_prefix("pooling_mode_")));
+            if json["pooling_mode_mean_tokens"].is_null() {
+                modes.push("mean_tokens");
+            }
+        }
+        Value::Array(list) => {
+            for mode in list {
+                modes.push(mode.as_str().with_context(|| unknown(&json["pooling_mode"]))?);
+            }
+        }
+        mode => modes.push(mode.as_str().with_context(|| unknown(mode))?),
     }
     match modes[..] {
         ["mean" | "mean_tokens"] => Ok(Pooling::Mean),
         ["cls" | "cls_token"] => Ok(Pooling::Cls),
+        [] => bail!("[{EXAMPLE}] {path} pools by nothing, expected mean or cls"),
         _ => bail!("[{EXAMPLE}] {path} pools by {}, expected mean or cls", modes.join(" and ")),
     }
 }
 
-/// Returns the prompt before every text by default, usually none.
-fn prompt(folder: &Path) -> Result<String> {
+/// Returns the prompt before every text, if there is a default one.
+fn prompt(folder: &Path) -> Result<Option<String>> {
     let json = read_optional(&folder.join(PROMPTS))?;
-    let Some(name) = json["default_prompt_name"].as_str() else { return Ok(String::new()) };
-    let prompt = json["prompts"][name].as_str();
+    let Some(name) = json["default_prompt_name"].as_str() else { return Ok(None) };
     let missing = || format!("[{EXAMPLE}] {PROMPTS} has no prompt {name:?}, which it names as the default");
-    prompt.map(str::to_string).with_context(missing)
+    json["prompts"][name].as_str().with_context(missing).map(|prompt| Some(prompt.to_string()))
 }

@@ -79,7 +79,11 @@ fn run(args: &Args) -> Result<String> {
     let shortest = lens.iter().min().unwrap_or(&0);
     let longest = lens.iter().max().unwrap_or(&0);
     let most = recipe.max_tokens.map_or(String::new(), |most| format!(", {cut} cut at {most}"));
-    let prompt = if recipe.prompt.is_empty() { String::new() } else { format!(", each after {:?}", recipe.prompt) };
+    let prompt = match recipe.prompt.as_deref() {
+        None | Some("") => String::new(),
+        Some(prompt) if recipe.steps.includes_prompt => format!(", each after {prompt:?}"),
+        Some(prompt) => format!(", each after {prompt:?}, which is not pooled"),
+    };
     let model_type = config["model_type"].as_str().unwrap_or_default();
     Ok(format!(
         "model       {model_type}, {layers} layers of width {width}\n\

@@ -1,9 +1,13 @@
 //! The checkpoints of `tests/{example}/models` against transformers, whose numbers each folder's `make.py` writes.
 
+use candle_attention::text::{SimpleTokenizer, SpecialTokens};
+use candle_attention::weights;
 use candle_core::{DType, Device, IndexOp, Result, Tensor, safetensors};
+use serde_json::{Value, json};
 
 use crate::common::{Decoded, relative_error, run, spelled};
-use crate::process::{Checkpoint, command};
+use crate::encoder::Encoder;
+use crate::process::{Checkpoint, command, copy};
 
 const EXAMPLES: &[(&str, usize)] = &[
     ("causal_lm", 45),
@@ -136,6 +140,41 @@ fn sentence_embedding_file_contains_its_sentences() {
     let (_, metadata) = ::safetensors::SafeTensors::read_metadata(&bytes).expect("a file of safetensors");
     let list = &metadata.metadata().as_ref().expect("metadata")["sentences"];
     assert_eq!(serde_json::from_str::<Vec<String>>(list).expect("a list"), args);
+}
+
+/// Checks the mean over the tokens after the prompt, with the special token at the end and without the one at the
+/// beginning: sentence-transformers leaves out as many tokens as the prompt has by itself, also of the prompt "".
+#[test]
+fn sentence_embedding_without_prompt_is_mean_over_tokens_after_it() -> Result<()> {
+    for model in ["bert", "xlm-roberta", "modernbert"] {
+        let checkpoint = Checkpoint::of("sentence_embedding", model);
+        let vb = weights::open(checkpoint.path.join("model.safetensors"), DType::F32, &Device::Cpu)?;
+        let encoder = Encoder::load(&checkpoint.config(), vb, |_, _| {})?;
+        let tokenizer = SimpleTokenizer::from_file(checkpoint.path.join("tokenizer.json"))?;
+        for prompt in ["", "the sky ", "a man on"] {
+            let folder = tempfile::tempdir()?;
+            copy(&checkpoint.path, folder.path())?;
+            let write = |file: &str, json: Value| std::fs::write(folder.path().join(file), json.to_string());
+            write("1_Pooling/config.json", json!({"pooling_mode": ["mean"], "include_prompt": false}))?;
+            let prompts = json!({"prompts": {"query": prompt}, "default_prompt_name": "query"});
+            write("config_sentence_transformers.json", prompts)?;
+            let copied = Checkpoint { example: "sentence_embedding", path: folder.path().into() };
+            let sentences = ["man eats", " the sky is blue"];
+            let found = safetensors::load_buffer(&copied.written("--out", &sentences), &Device::Cpu)?;
+
+            let unpooled = 1 + tokenizer.encode_with(prompt, SpecialTokens::Without)?.ids.len();
+            let mut means = Vec::new();
+            for sentence in sentences {
+                let ids = tokenizer.encode(&format!("{prompt}{sentence}"))?.ids;
+                means.push(encoder.forward(&[&ids])?.narrow(0, unpooled, ids.len() - unpooled)?.mean(0)?);
+            }
+            let means = Tensor::stack(&means, 0)?;
+            let expected = means.broadcast_div(&means.sqr()?.sum_keepdim(1)?.sqrt()?)?;
+            let error = relative_error(&found["embeddings"].to_dtype(DType::F64)?, &expected.to_dtype(DType::F64)?);
+            assert!(error < 1e-5, "{model}, {prompt:?}: {error:e}");
+        }
+    }
+    Ok(())
 }
 
 /// Checks that the picture is lightest where the class token attends to.

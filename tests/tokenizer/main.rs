@@ -1,5 +1,6 @@
 //! `SimpleTokenizer`: words to ids and back.
 
+mod byte_level;
 #[path = "../common/mod.rs"]
 mod common;
 mod properties;

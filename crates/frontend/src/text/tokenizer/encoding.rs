@@ -1,7 +1,7 @@
 //! From texts to ids, and back.
 
-use tokenizers::Decoder;
 use tokenizers::parallelism::MaybeParallelRefIterator;
+use tokenizers::{Decoder, DecoderWrapper};
 
 use super::{Result, SimpleTokenizer, SpecialTokens, failed, invalid, pipeline};
 use crate::text::{Batch, Encoding, TokenizerError};
@@ -89,16 +89,23 @@ impl SimpleTokenizer {
         let is_special = |token: &String| {
             self.inner.get_added_vocabulary().is_special_token(token) || padding.as_ref() == Some(token)
         };
-        let mut tokens: Vec<_> = ids.iter().map_while(|&id| self.inner.id_to_token(id)).collect();
-        if let Some(id) = ids.get(tokens.len()) {
-            let number = tokens.len() + 1;
-            let words = self.vocab_size();
-            return invalid(format!(
-                "id {id}, number {number} of the list, is not in the vocabulary of {words} words: give ids that this \
-                 tokenizer made"
-            ));
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
+        let decodes_bytes = self.inner.get_decoder().is_some_and(decodes_byte_letters);
+        let mut tokens = Vec::with_capacity(ids.len());
+        for (position, id) in ids.iter().enumerate() {
+            let Some(token) = self.inner.id_to_token(*id) else {
+                let number = position + 1;
+                let words = self.vocab_size();
+                return invalid(format!(
+                    "id {id}, number {number} of the list, is not in the vocabulary of {words} words: give ids that \
+                     this tokenizer made"
+                ));
+            };
+            if special == SpecialTokens::Without && is_special(&token) {
+                continue;
+            }
+            tokens.push(if decodes_bytes && added.contains_key(id) { byte_letters(&token) } else { token });
         }
-        tokens.retain(|token| special == SpecialTokens::With || !is_special(token));
         match self.inner.get_decoder() {
             // Some decoders count down from the number of tokens.
             Some(decoder) if !tokens.is_empty() => pipeline::catch_panic(|| decoder.decode(tokens))
@@ -106,4 +113,34 @@ impl SimpleTokenizer {
             _ => Ok(tokens.join(" ")),
         }
     }
+}
+
+/// Returns whether a decoder reads each letter of a token as one byte, as byte-level BPE spells them.
+fn decodes_byte_letters(decoder: &DecoderWrapper) -> bool {
+    match decoder {
+        DecoderWrapper::ByteLevel(_) => true,
+        DecoderWrapper::Sequence(steps) => steps.get_decoders().iter().any(decodes_byte_letters),
+        _ => false,
+    }
+}
+
+/// Spells a text in the letters of byte-level BPE, one for each byte.
+///
+/// An added token is text, and the `ByteLevel` decoder would read it as bytes if all its letters stand for bytes, as
+/// those of `größe` do.
+fn byte_letters(text: &str) -> String {
+    text.bytes().map(byte_letter).collect()
+}
+
+/// Returns the letter that stands for a byte in byte-level BPE: printable characters of Latin-1 for themselves, and the
+/// letters from U+0100 on for the others in order.
+fn byte_letter(byte: u8) -> char {
+    let place = u32::from(byte);
+    let code = match byte {
+        0..=0x20 => 0x100 + place,
+        0x7f..=0xa0 => 0x121 + place - 0x7f,
+        0xad => 0x143,
+        _ => place,
+    };
+    char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER)
 }
