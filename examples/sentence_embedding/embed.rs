@@ -147,9 +147,9 @@ impl Recipe {
         if self.lowercase { text.to_lowercase() } else { text }
     }
 
-    /// Returns the number of tokens at the beginning of each sentence that are not pooled: those of the prompt if the
-    /// checkpoint leaves it out, with a special token before it and without one after it, as sentence-transformers
-    /// counts them.
+    /// Returns the number of tokens at the beginning of each sentence that are not pooled: 0 if the prompt is pooled,
+    /// or else the prompt's tokens with a special token before them and without one after them, as
+    /// sentence-transformers counts them.
     fn num_unpooled(&self, tokenizer: &SimpleTokenizer) -> Result<usize> {
         let Some(prompt) = self.prompt.as_ref().filter(|_| !self.steps.includes_prompt) else { return Ok(0) };
         let ids = tokenizer.encode(&self.letters(prompt.clone()))?.ids;

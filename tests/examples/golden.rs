@@ -143,7 +143,7 @@ fn sentence_embedding_file_contains_its_sentences() {
 }
 
 /// Checks the mean over the tokens after the prompt, with the special token at the end and without the one at the
-/// beginning: sentence-transformers leaves out as many tokens as the prompt has by itself, also of the prompt "".
+/// beginning, as sentence-transformers computes it, also of the prompt "".
 #[test]
 fn sentence_embedding_without_prompt_is_mean_over_tokens_after_it() -> Result<()> {
     for model in ["bert", "xlm-roberta", "modernbert"] {

@@ -1,4 +1,4 @@
-//! Byte-level tokenizers, in which each letter of a token stands for a byte, with added tokens, which are texts.
+//! Byte-level tokenizers, in which each letter of a token is that of a byte, with added tokens, which are texts.
 
 use std::collections::BTreeSet;
 
@@ -16,7 +16,7 @@ const NORMAL: i32 = 1;
 const CONTROL: i32 = 3;
 const USER_DEFINED: i32 = 4;
 
-/// Returns the letters that stand for bytes: printable characters of Latin-1 for themselves, and letters from U+0100 on
+/// Returns the letters of the bytes: printable characters of Latin-1 for themselves, and letters from U+0100 on
 /// for the other bytes in order.
 fn letters() -> Vec<char> {
     let mut others = '\u{100}'..;
@@ -75,7 +75,7 @@ fn parts() -> impl Strategy<Value = Vec<Part>> {
     proptest::collection::vec(prop_oneof![added, other], 0..8)
 }
 
-/// Draws letters that stand for bytes, of which most are no ASCII, and some that stand for none.
+/// Draws tokens of letters of bytes, most of which are no ASCII, and of a few other letters.
 fn added_tokens() -> impl Strategy<Value = BTreeSet<String>> {
     let known = prop::sample::select(letters());
     let letter =

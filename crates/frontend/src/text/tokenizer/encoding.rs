@@ -126,13 +126,13 @@ fn decodes_byte_letters(decoder: &DecoderWrapper) -> bool {
 
 /// Spells a text in the letters of byte-level BPE, one for each byte.
 ///
-/// An added token is text, and the `ByteLevel` decoder would read it as bytes if all its letters stand for bytes, as
-/// those of `größe` do.
+/// An added token is text. The `ByteLevel` decoder would read a token such as `größe`, in which each letter is the
+/// letter of a byte, as bytes.
 fn byte_letters(text: &str) -> String {
     text.bytes().map(byte_letter).collect()
 }
 
-/// Returns the letter that stands for a byte in byte-level BPE: printable characters of Latin-1 for themselves, and the
+/// Returns the letter of a byte in byte-level BPE: printable characters of Latin-1 for themselves, and the
 /// letters from U+0100 on for the others in order.
 fn byte_letter(byte: u8) -> char {
     let place = u32::from(byte);
