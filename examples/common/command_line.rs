@@ -1,12 +1,15 @@
 //! The command line of a program and its exit code: a request for help is not an error, and every error is one line.
 
+#[path = "logger.rs"]
+mod logger;
+
 use std::fmt::Display;
 use std::process::{ExitCode, Termination};
 
 use candle_core::{Error, Result};
 use clap::Parser;
 
-/// Runs a program on its arguments.
+/// Runs a program on its arguments, with a logger that prints warnings.
 pub fn main<A: Parser, T: Termination>(run: impl FnOnce(A) -> Result<T>) -> ExitCode {
     let args = match A::try_parse() {
         Ok(args) => args,
@@ -22,6 +25,7 @@ pub fn main<A: Parser, T: Termination>(run: impl FnOnce(A) -> Result<T>) -> Exit
             return ExitCode::from(2);
         }
     };
+    logger::print_warnings();
     match run(args) {
         Ok(done) => done.report(),
         Err(error) => {

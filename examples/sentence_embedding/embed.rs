@@ -209,10 +209,10 @@ impl Steps {
     }
 }
 
-/// Returns the mode of a Pooling module: by its name or a list of names, or by a flag for each mode, of which the mean's
-/// is on by default.
+/// Returns the mode of a Pooling module, which has its name, a list of names, or a flag for each mode. The flag of the
+/// mean is on by default.
 fn pooling(path: &str, json: &Value) -> Result<Pooling> {
-    let unknown = |mode: &Value| format!("[{EXAMPLE}] pooling_mode of {path} is {mode}, expected \"mean\" or \"cls\"");
+    let unknown = |mode: &Value| format!("[{EXAMPLE}] pooling_mode of {path} is {mode}, expected mean or cls");
     let mut modes = Vec::new();
     match &json["pooling_mode"] {
         Value::Null => {

@@ -10,7 +10,7 @@ use serde_json::{Value, from_value};
 
 use crate::Args;
 use crate::attention_only::{AttentionOnly, AttentionOnlyConfig};
-use crate::common::Files;
+use crate::common::{Files, one_line};
 use crate::decoder::CausalLm;
 use crate::encoder::Encoder;
 
@@ -54,10 +54,13 @@ impl Source {
         let layout = args.layout.map_or_else(|| checkpoint.detect(prefix), Ok)?;
         let cfg = match config {
             Some(mut config) => from_value(config["layer"].take()).map_err(Error::wrap)?,
-            None => checkpoint.infer_config(prefix, layout, args.heads)?,
+            None => {
+                let inferred = checkpoint.infer_config(prefix, layout, args.heads);
+                // The number has the name of this program's option.
+                inferred.map_err(|error| Error::Msg(one_line(&error).replace("num_heads", "--heads")))?
+            }
         };
-        let root = checkpoint.var_builder(args.model.dtype, device)?;
-        let vb = if prefix.is_empty() { root } else { root.pp(prefix) };
+        let vb = checkpoint.var_builder(args.model.dtype, device)?.pp(prefix);
         let (own, embedding) = match vb.contains_tensor("embedding.weight") {
             true => (vb.clone(), "the file's"),
             false => (TorchSeed::new(0).var_builder(vb.dtype(), device), "drawn, since the file has none"),

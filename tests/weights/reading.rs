@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use candle_attention::weights::{self, Checkpoint};
 use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
 use candle_core::{DType, Result, Tensor};
+use proptest::prelude::*;
 
 use crate::common::{assert_close, error_text, models};
 use crate::{CPU, wave};
@@ -165,6 +166,61 @@ fn names_with_slashes_are_read_with_dots() -> Result<()> {
         assert_close(&vb.get((2, 2), "c.d")?, &tensors["c.d"], 0.0, "a name with a dot");
     }
     Ok(())
+}
+
+/// Reads a file of one layer by the prefix that its checkpoint lists, which is "".
+#[test]
+fn layer_alone_in_a_file_loads_below_its_listed_prefix() -> Result<()> {
+    let path = models().join("gqa_48/model.safetensors");
+    let checkpoint = Checkpoint::open(&path)?;
+    let [prefix] = &checkpoint.attention_layers()[..] else { panic!("expected one layer") };
+    let layout = checkpoint.detect(prefix)?;
+    let cfg = checkpoint.infer_config(prefix, layout, Some(4))?;
+    let root = weights::open(&path, DType::F32, &CPU)?;
+    let xs = wave(0.37, (2, 5, 48))?;
+    let expected = MultiHeadAttention::load(&cfg, layout, root.clone())?.forward(&xs)?;
+    // SAFETY: nobody changes the file of this test.
+    let mapped = unsafe { weights::open_mmaped(&path, DType::F32, &CPU)? };
+    for vb in [root.pp(prefix), mapped.pp(prefix)] {
+        assert_eq!(WeightLayout::detect(&vb)?, layout);
+        let found = MultiHeadAttention::load(&cfg, layout, vb)?.forward(&xs)?;
+        assert_close(&found, &expected, 0.0, "below the prefix");
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    /// Draws prefixes with empty parts, for plain tensors and for float8 with its scale.
+    #[test]
+    fn empty_prefixes_of_a_builder_change_no_tensor(
+        prefixes in proptest::collection::vec("(a|b)?", 0..5),
+        is_float8 in any::<bool>(),
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let parts: Vec<_> = prefixes.iter().filter(|part| !part.is_empty()).map(String::as_str).collect();
+        let name = [parts.as_slice(), &["weight"]].concat().join(".");
+        let weight = wave(0.61, (3, 2)).unwrap();
+        let mut tensors = HashMap::from([(name.clone(), weight.clone())]);
+        let mut expected = weight.clone();
+        if is_float8 {
+            let stored = weight.to_dtype(DType::F8E4M3).unwrap();
+            expected = (stored.to_dtype(DType::F32).unwrap() * 0.5).unwrap();
+            tensors.insert(format!("{name}_scale"), Tensor::new(0.5f32, &CPU).unwrap());
+            tensors.insert(name, stored);
+        }
+        candle_core::safetensors::save(&tensors, &path).unwrap();
+        let mut vb = weights::open(&path, DType::F32, &CPU).unwrap();
+        for prefix in &prefixes {
+            vb = vb.pp(prefix);
+        }
+        prop_assert!(vb.contains_tensor("weight") && !vb.contains_tensor("weight_scale"));
+        assert_close(&vb.get((3, 2), "weight").unwrap(), &expected, 0.0, "the weight");
+        assert_close(&vb.get_unchecked("weight").unwrap(), &expected, 0.0, "the weight");
+        prop_assert!(!vb.contains_tensor("bias"));
+    }
 }
 
 #[test]

@@ -41,7 +41,7 @@ impl Backend {
 
     fn scale(&self, weight: &str, shape: &[usize]) -> Result<Scale> {
         let named = SCALES.map(|suffix| format!("{weight}{suffix}"));
-        let Some(name) = named.iter().find(|name| self.checkpoint.entries.contains_key(*name)) else {
+        let Some(name) = named.iter().find(|name| self.checkpoint.entry(name).is_some()) else {
             bail!(
                 "{weight} is float8, and the file has no {} for it; a builder of F8E4M3 returns weights as stored",
                 named.join(" or ")

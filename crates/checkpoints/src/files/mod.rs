@@ -171,10 +171,15 @@ impl Checkpoint {
         self.entry(name).is_some() && !self.is_scale(name)
     }
 
-    /// Returns the tensor of this name, also of a name with `/` as in the file.
+    /// Returns the tensor of this name, also of a name with `/` as in the file, and of a name with an empty part:
+    /// `vb.pp("")` puts a `.` in front of each name.
     fn entry(&self, name: &str) -> Option<&Entry> {
         let in_file = self.entries.get(name);
-        if in_file.is_none() && name.contains('/') { self.entries.get(&name.replace('/', ".")) } else { in_file }
+        if in_file.is_some() {
+            return in_file;
+        }
+        let parts: Vec<_> = name.split(['/', '.']).filter(|part| !part.is_empty()).collect();
+        self.entries.get(&parts.join("."))
     }
 
     /// Returns the name under which the checkpoint has a tensor that is not the scale of another: this name, or the
@@ -186,7 +191,7 @@ impl Checkpoint {
     /// Returns whether a tensor is the scale of a float8 weight.
     fn is_scale(&self, name: &str) -> bool {
         let weight = SCALES.iter().find_map(|suffix| name.strip_suffix(suffix));
-        weight.and_then(|weight| self.entries.get(weight)).is_some_and(Entry::is_float8)
+        weight.and_then(|weight| self.entry(weight)).is_some_and(Entry::is_float8)
     }
 }
 
