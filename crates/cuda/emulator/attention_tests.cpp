@@ -30,10 +30,10 @@ static std::vector<double> to_vector(const Buffer<float>& numbers) {
     return std::vector<double>(numbers.data, numbers.data + numbers.count);
 }
 
-// Launches a kernel. Returns false after a fault, which counts as a failure.
+// Launches a kernel with x * y * z blocks. Returns false after a fault, which counts as a failure.
 static bool launch(const Case& c, const char* kernel, int x, int y, int z, int threads, int shared_bytes,
                    const AttentionArguments& arguments, void (*run)(const AttentionArguments&)) {
-    if (emulator::launch(kernel, x, y, z, threads, shared_bytes, [&] { run(arguments); })) return true;
+    if (emulator::launch(kernel, u64(x) * y * z, threads, shared_bytes, [&] { run(arguments); })) return true;
     printf("  FAULT %s: %s\n", c.name, emulator::machine().fault.c_str());
     failures++;
     return false;
@@ -58,8 +58,8 @@ static bool run_decode(Call& call) {
     Buffer<float> outputs(call.rows() * a.splits * VALUE_DIM, "partial_outputs");
     Buffer<float2> statistics(call.rows() * a.splits, "partial_statistics");
     a.partial_outputs = outputs.data, a.partial_statistics = statistics.data;
-    const int row_blocks = quotient(call.most_queries * a.heads / a.key_heads, DECODE_ROWS);
-    if (!launch(call.c, "attention_decode", a.splits, row_blocks * a.key_heads, a.sequences, DECODE_THREADS,
+    a.blocks = quotient(call.most_queries * a.heads / a.key_heads, DECODE_ROWS);
+    if (!launch(call.c, "attention_decode", a.splits, a.blocks * a.key_heads, a.sequences, DECODE_THREADS,
                 DECODE_SHARED_BYTES, a, attention_decode))
         return false;
     if (a.splits == 1) return true;

@@ -20,15 +20,14 @@ inline std::string& error() {
 
 // Runs a grid of the kernel with this name. Returns 0, or 1 after a fault, which error() describes.
 template <class Arguments, size_t COUNT>
-int launch(const NamedKernel<Arguments> (&kernels)[COUNT], const char* name, const u32 (&grid)[3], u32 threads,
+int launch(const NamedKernel<Arguments> (&kernels)[COUNT], const char* name, u64 blocks, u32 threads,
            u32 shared_bytes, const void* arguments) {
     error().clear();
     for (const auto& kernel : kernels) {
         if (strcmp(kernel.name, name)) continue;
         Arguments own;
         memcpy((void*)&own, arguments, sizeof own);
-        const bool is_done = emulator::launch(name, grid[0], grid[1], grid[2], int(threads), shared_bytes,
-                                              [&] { kernel.run(own); });
+        const bool is_done = emulator::launch(name, blocks, int(threads), shared_bytes, [&] { kernel.run(own); });
         if (!is_done) error() = emulator::machine().fault;
         return is_done ? 0 : 1;
     }
@@ -40,11 +39,9 @@ int launch(const NamedKernel<Arguments> (&kernels)[COUNT], const char* name, con
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Launches a kernel of the library. Returns 0, or 1 after a fault.
-#define EXPORT_KERNELS(kernels)                                                                                   \
-    EXPORT int emulator_launch(const char* kernel, u32 grid_x, u32 grid_y, u32 grid_z, u32 threads, u32 shared_bytes, \
-                               const void* arguments) {                                                          \
-        const u32 grid[3] = {grid_x, grid_y, grid_z};                                                             \
-        return bridge::launch(kernels, kernel, grid, threads, shared_bytes, arguments);                           \
+#define EXPORT_KERNELS(kernels)                                                                                        \
+    EXPORT int emulator_launch(const char* kernel, u64 blocks, u32 threads, u32 shared_bytes, const void* arguments) { \
+        return bridge::launch(kernels, kernel, blocks, threads, shared_bytes, arguments);                              \
     }
 
 // Allows kernels to access some bytes; all others are faults.

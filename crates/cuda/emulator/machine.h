@@ -81,7 +81,7 @@ struct Machine {
     u32 epoch = 1;
     int count = 0, arrived = 0, live = 0, current = 0; // threads
     u64 generation = 0;
-    u32 block[3] = {0, 0, 0};
+    u32 block = 0; // the index of the block that runs
     std::string kernel;
     std::string fault; // empty if there was none
     std::function<void()> body;
@@ -110,8 +110,7 @@ inline void yield() {
 // Reports a fault and ends the launch.
 [[noreturn]] inline void fail(const std::string& fault) {
     auto& m = machine();
-    m.fault = m.kernel + ", block (" + std::to_string(m.block[0]) + "," + std::to_string(m.block[1]) + "," +
-              std::to_string(m.block[2]) + "), thread " + std::to_string(m.current) + ": " + fault;
+    m.fault = m.kernel + ", block " + std::to_string(m.block) + ", thread " + std::to_string(m.current) + ": " + fault;
     yield();
     abort(); // the scheduler resumes no thread after a fault
 }
@@ -224,14 +223,21 @@ inline void run_block() {
     }
 }
 
+// The blocks that CUDA launches in the first dimension of a grid, the only one that is used.
+const u64 MOST_BLOCKS = 0x7fffffff;
+
 // Runs a grid. Returns whether there was no fault; machine().fault describes one.
-inline bool launch(const char* kernel, u32 grid_x, u32 grid_y, u32 grid_z, int threads, u32 shared_bytes,
-                   std::function<void()> body) {
+inline bool launch(const char* kernel, u64 blocks, int threads, u32 shared_bytes, std::function<void()> body) {
     auto& m = machine();
     m.kernel = kernel;
     m.fault.clear();
     if (threads <= 0 || threads % 32) {
         m.fault = m.kernel + ": a block of " + std::to_string(threads) + " threads, expected whole warps";
+        return false;
+    }
+    if (blocks > MOST_BLOCKS) {
+        m.fault = m.kernel + ": a grid of " + std::to_string(blocks) + " blocks, expected at most " +
+                  std::to_string(MOST_BLOCKS);
         return false;
     }
     m.count = threads;
@@ -241,13 +247,10 @@ inline bool launch(const char* kernel, u32 grid_x, u32 grid_y, u32 grid_z, int t
     m.shared.assign((shared_bytes + 15) / 16 * 16, 0);
     m.words.assign(m.shared.size() / 4, Word());
     m.body = body;
-    for (u32 z = 0; z < grid_z; z++)
-        for (u32 y = 0; y < grid_y; y++)
-            for (u32 x = 0; x < grid_x; x++) {
-                m.block[0] = x, m.block[1] = y, m.block[2] = z;
-                run_block();
-                if (!m.fault.empty()) return false;
-            }
+    for (m.block = 0; m.block < blocks; m.block++) {
+        run_block();
+        if (!m.fault.empty()) return false;
+    }
     return true;
 }
 

@@ -70,11 +70,12 @@ inline void compare(const std::string& test, const char* what, const Numbers& fo
     }
 }
 
-// Runs a kernel on the emulator. A fault ends the program.
+// Runs a kernel on the emulator with x * y * z blocks. A fault ends the program.
 template <class Arguments, class Kernel>
 void launch(const char* name, int x, int y, int z, int threads, int shared_bytes, const Arguments& arguments,
             Kernel kernel) {
-    if (x * y * z == 0 || emulator::launch(name, x, y, z, threads, shared_bytes, [&] { kernel(arguments); })) return;
+    const u64 blocks = u64(x) * y * z;
+    if (blocks == 0 || emulator::launch(name, blocks, threads, shared_bytes, [&] { kernel(arguments); })) return;
     printf("FAIL: %s\n", emulator::machine().fault.c_str());
     std::exit(1);
 }

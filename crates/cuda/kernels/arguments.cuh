@@ -117,7 +117,8 @@ struct AttentionArguments {
 
     // ---- the launch ----
     int splits;                         // decode: parts of the keys that blocks work on side by side
-    int blocks;                         // blocks of a head of a sequence, in a grid over blocks * heads * sequences
+    int blocks;                         // blocks of a head of a sequence, in a grid over blocks * heads * sequences;
+                                        // decode: blocks of rows of a key head
     int section_heads;                  // heads whose blocks start side by side, the longest blocks first; at least 1
     int query_tiles;                    // backward: tiles of BACKWARD_QUERIES queries of the longest sequence
     int key_blocks;                     // backward: blocks of keys of the longest sequence

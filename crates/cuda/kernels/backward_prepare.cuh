@@ -12,8 +12,10 @@
 // delta: the sum of output * output_gradient over a row, less the gradient of the log-sum-exp. The gradient of a score
 // is its weight times the difference of the weight's gradient and delta.
 KERNEL(attention_backward_delta, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
-    const int lane = thread_index() & 31, query = block_index_x() * (SMALL_BLOCK_THREADS / 32) + thread_index() / 32;
-    const int head = block_index_y(), batch = block_index_z();
+    const int warps = SMALL_BLOCK_THREADS / 32;
+    const GridPlace place = grid_place((arguments.query_count + warps - 1) / warps, arguments.heads);
+    const int lane = thread_index() & 31, query = place.x * warps + thread_index() / 32;
+    const int head = place.y, batch = place.z;
     if (query >= arguments.query_count) return;
     const char* output = row_address((const void*)arguments.output, arguments.output_strides, batch, head, query,
                                      ELEMENT_BYTES);
@@ -31,7 +33,8 @@ KERNEL(attention_backward_delta, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
 
 // The intervals of a tile of BACKWARD_QUERIES queries, for all heads. With FUSED_BACKWARD, the turns begin with 0.
 KERNEL(attention_backward_tiles, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
-    const int thread = thread_index(), tile = block_index_x(), index = block_index_y();
+    const GridPlace place = grid_place(arguments.query_tiles, arguments.sequences);
+    const int thread = thread_index(), tile = place.x, index = place.y;
     const int first_query = tile * BACKWARD_QUERIES;
     const Sequence sequence = load_sequence(arguments, index);
     const TileInterval keys = store_intervals<BACKWARD_QUERIES, SMALL_BLOCK_THREADS>(

@@ -127,7 +127,7 @@ DEVICE void load_row_statistics(const AttentionArguments& arguments, QueryGradie
 }
 
 KERNEL(attention_backward_queries, QUERY_THREADS, 1, AttentionArguments) {
-    const BlockPlace place = block_place(arguments, block_index_x(), arguments.heads);
+    const BlockPlace place = block_place(arguments, block_index(), arguments.heads);
     const Sequence sequence = load_sequence(arguments, place.sequence);
     if (place.block * QUERY_BLOCK >= sequence.query_count) return;
     QueryGradientBlock block;

@@ -24,7 +24,7 @@ KERNEL(attention_combine, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
     const int lane = thread_index() & 31;
     const i64 batches = arguments.cumulative_queries ? 1 : arguments.sequences;
     const i64 rows = batches * arguments.heads * arguments.query_count;
-    const i64 row = (i64)block_index_x() * (SMALL_BLOCK_THREADS / 32) + thread_index() / 32;
+    const i64 row = (i64)block_index() * (SMALL_BLOCK_THREADS / 32) + thread_index() / 32;
     if (row >= rows) return;
     const int query = row % arguments.query_count, head = row / arguments.query_count % arguments.heads;
     const int batch = row / arguments.query_count / arguments.heads;

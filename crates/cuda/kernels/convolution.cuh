@@ -85,9 +85,20 @@ DEVICE float move_window(const ConvolutionArguments& arguments, Window& window, 
     return sum;
 }
 
+// The number of blocks that share a channel of an entry.
+DEVICE int token_blocks(const ConvolutionArguments& arguments) {
+    return (arguments.tokens + CONVOLUTION_TOKENS - 1) / CONVOLUTION_TOKENS;
+}
+
+DEVICE GridPlace convolution_place(const ConvolutionArguments& arguments) {
+    const int channel_blocks = (arguments.channels + CONVOLUTION_THREADS - 1) / CONVOLUTION_THREADS;
+    return grid_place(channel_blocks, token_blocks(arguments));
+}
+
 KERNEL(convolution_forward, CONVOLUTION_THREADS, 1, ConvolutionArguments) {
-    const int channel = block_index_x() * CONVOLUTION_THREADS + thread_index(), entry = block_index_z();
-    const int first = block_index_y() * CONVOLUTION_TOKENS, end = smaller(first + CONVOLUTION_TOKENS, arguments.tokens);
+    const GridPlace place = convolution_place(arguments);
+    const int channel = place.x * CONVOLUTION_THREADS + thread_index(), entry = place.z;
+    const int first = place.y * CONVOLUTION_TOKENS, end = smaller(first + CONVOLUTION_TOKENS, arguments.tokens);
     if (channel >= arguments.channels) return;
     Window window;
     begin_window(arguments, window, entry, channel, first);
@@ -104,8 +115,9 @@ KERNEL(convolution_forward, CONVOLUTION_THREADS, 1, ConvolutionArguments) {
 }
 
 KERNEL(convolution_backward, CONVOLUTION_THREADS, 1, ConvolutionArguments) {
-    const int channel = block_index_x() * CONVOLUTION_THREADS + thread_index(), entry = block_index_z();
-    const int first = block_index_y() * CONVOLUTION_TOKENS, end = smaller(first + CONVOLUTION_TOKENS, arguments.tokens);
+    const GridPlace place = convolution_place(arguments);
+    const int channel = place.x * CONVOLUTION_THREADS + thread_index(), entry = place.z;
+    const int first = place.y * CONVOLUTION_TOKENS, end = smaller(first + CONVOLUTION_TOKENS, arguments.tokens);
     if (channel >= arguments.channels) return;
     Window window;
     begin_window(arguments, window, entry, channel, first);
@@ -134,8 +146,7 @@ KERNEL(convolution_backward, CONVOLUTION_THREADS, 1, ConvolutionArguments) {
             store_element(arguments.input_gradient, to, input_gradients[0]);
         }
     }
-    const i64 blocks = (arguments.tokens + CONVOLUTION_TOKENS - 1) / CONVOLUTION_TOKENS;
-    const i64 block = entry * blocks + block_index_y();
+    const i64 block = (i64)entry * token_blocks(arguments) + place.y;
     UNROLL for (int i = 0; i < CONVOLUTION_WIDTH; i++) {
         store_global(arguments.tap_gradient_parts + (block * CONVOLUTION_WIDTH + i) * arguments.channels + channel,
                      tap_gradients[i]);
@@ -144,10 +155,10 @@ KERNEL(convolution_backward, CONVOLUTION_THREADS, 1, ConvolutionArguments) {
 
 // Adds up the gradients of the taps of all blocks, always in the same order.
 KERNEL(convolution_sum_taps, CONVOLUTION_THREADS, 1, ConvolutionArguments) {
-    const int index = block_index_x() * CONVOLUTION_THREADS + thread_index(),
+    const int index = block_index() * CONVOLUTION_THREADS + thread_index(),
               count = CONVOLUTION_WIDTH * arguments.channels;
     if (index >= count) return;
-    const i64 blocks = (i64)arguments.entries * ((arguments.tokens + CONVOLUTION_TOKENS - 1) / CONVOLUTION_TOKENS);
+    const i64 blocks = (i64)arguments.entries * token_blocks(arguments);
     float sum = 0;
     for (i64 block = 0; block < blocks; block++)
         sum += load_global(arguments.tap_gradient_parts + block * count + index);

@@ -345,14 +345,15 @@ DEVICE void store_decode_row(const AttentionArguments& arguments, const DecodeBl
 
 KERNEL(attention_decode, DECODE_THREADS, 1, AttentionArguments) {
     DecodeBlock block;
-    const int split = block_index_x();
+    const GridPlace place = grid_place(arguments.splits, arguments.blocks * arguments.key_heads);
+    const int split = place.x;
     block.thread = thread_index(), block.lane = block.thread & 31, block.warp = block.thread >> 5;
     block.lane_row = block.lane >> 2, block.lane_column = 2 * (block.lane & 3);
-    block.sequence_index = block_index_z();
+    block.sequence_index = place.z;
     block.sequence = load_sequence(arguments, block.sequence_index);
-    block.key_head = block_index_y() % arguments.key_heads;
+    block.key_head = place.y % arguments.key_heads;
     block.group = arguments.heads / arguments.key_heads;
-    block.first_row = block_index_y() / arguments.key_heads * DECODE_ROWS;
+    block.first_row = place.y / arguments.key_heads * DECODE_ROWS;
     block.rows = smaller(DECODE_ROWS, block.sequence.query_count * block.group - block.first_row);
     if (block.rows <= 0) return;
     const Sequence& sequence = block.sequence;

@@ -7,7 +7,7 @@
 #define GATES_THREADS 128
 
 KERNEL(delta_gates, GATES_THREADS, 1, DeltaGatesArguments) {
-    const i64 index = (i64)block_index_x() * GATES_THREADS + thread_index();
+    const i64 index = (i64)block_index() * GATES_THREADS + thread_index();
     const int width = arguments.heads * arguments.decay_width;
     if (index >= (i64)arguments.entries * arguments.tokens * width) return;
     const i64 row = index / width;

@@ -223,7 +223,8 @@ DEVICE void differentiate_rows(int column) {
 
 KERNEL(delta_gradients, GRADIENT_WARPS * 32, 1, DeltaArguments) {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
-    const int chunk = block_index_x(), head = block_index_y();
+    const GridPlace place = grid_place(arguments.chunks, arguments.heads);
+    const int chunk = place.x, head = place.y;
     const DeltaSequence sequence = sequence_of_chunk(arguments, chunk);
     if (load_global(recurrent_flag(arguments, sequence.index, head))) return;
     const DeltaTokens tokens =

@@ -137,7 +137,8 @@ DEVICE float mixing_of_gradients(int i, int j) {
 
 template <bool IS_BACKWARD> DEVICE void prepare_chunk(const DeltaArguments& arguments) {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
-    const int chunk = block_index_x(), head = block_index_y();
+    const GridPlace place = grid_place(arguments.chunks, arguments.heads);
+    const int chunk = place.x, head = place.y;
     const DeltaSequence sequence = sequence_of_chunk(arguments, chunk);
     const DeltaTokens tokens =
         tokens_of(arguments, sequence, head, (chunk - sequence.first_chunk) * CHUNK, CHUNK);

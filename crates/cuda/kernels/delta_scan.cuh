@@ -241,10 +241,11 @@ DEVICE void scan_chunk_backward(const DeltaArguments& arguments, const DeltaToke
 
 template <bool IS_BACKWARD> DEVICE void scan_head(const DeltaArguments& arguments) {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
-    const int head = block_index_y();
-    const int first_column = (block_index_x() * SCAN_WARPS + warp) * 16;
+    const GridPlace place = grid_place((VALUE_COLUMNS / 16 + SCAN_WARPS - 1) / SCAN_WARPS, arguments.heads);
+    const int head = place.y;
+    const int first_column = (place.x * SCAN_WARPS + warp) * 16;
     const bool has_columns = first_column < VALUE_COLUMNS;
-    const DeltaSequence sequence = sequence_at(arguments, block_index_z());
+    const DeltaSequence sequence = sequence_at(arguments, place.z);
     if (load_global(recurrent_flag(arguments, sequence.index, head))) return;
     const i64 state_from = state_at(arguments, sequence.index, head);
     const float* initial = IS_BACKWARD ? arguments.final_state_gradient : arguments.initial_states;

@@ -89,8 +89,9 @@ DEVICE float step_token(const DeltaArguments& arguments, const DeltaTokens& toke
 
 KERNEL(delta_step, STEP_WARPS * 32, 1, DeltaArguments) {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
-    const int head = block_index_y(), column = block_index_x() * 32 + lane, first_row = warp * STEP_ROWS;
-    const DeltaSequence sequence = sequence_at(arguments, block_index_z());
+    const GridPlace place = grid_place((VALUE_WIDTH + 31) / 32, arguments.heads);
+    const int head = place.y, column = place.x * 32 + lane, first_row = warp * STEP_ROWS;
+    const DeltaSequence sequence = sequence_at(arguments, place.z);
     if (arguments.only_recurrent_heads && !load_global(recurrent_flag(arguments, sequence.index, head))) return;
     const DeltaTokens tokens = tokens_of(arguments, sequence, head, 0, sequence.tokens);
     const i64 state_from = state_at(arguments, sequence.index, head);

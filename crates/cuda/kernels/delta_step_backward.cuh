@@ -139,8 +139,9 @@ DEVICE void step_backward(const DeltaArguments& arguments, const BackwardStep& s
 }
 
 KERNEL(delta_step_backward, BACKWARD_STEP_THREADS, 1, DeltaArguments) {
-    const int head = block_index_x();
-    const DeltaSequence sequence = sequence_at(arguments, block_index_y());
+    const GridPlace place = grid_place(arguments.heads, arguments.sequences);
+    const int head = place.x;
+    const DeltaSequence sequence = sequence_at(arguments, place.y);
     if (!load_global(recurrent_flag(arguments, sequence.index, head))) return;
     const i64 state_from = state_at(arguments, sequence.index, head);
     BackwardStep step;

@@ -38,9 +38,7 @@ extern __shared__ __align__(128) char shared_memory[];
 
 #ifdef EMULATOR
 DEVICE int thread_index() { return emulator::machine().current; }
-DEVICE int block_index_x() { return emulator::machine().block[0]; }
-DEVICE int block_index_y() { return emulator::machine().block[1]; }
-DEVICE int block_index_z() { return emulator::machine().block[2]; }
+DEVICE int block_index() { return emulator::machine().block; }
 DEVICE void block_barrier() { emulator::block_barrier(); }
 DEVICE void warp_barrier() { emulator::warp_barrier(); }
 DEVICE u32 shuffle_bits(u32 x, int lane) { return emulator::shuffle(x, lane, "shfl.idx"); }
@@ -114,9 +112,7 @@ DEVICE void add_to_global(float* to, float4 x) {
 }
 #else
 DEVICE int thread_index() { return threadIdx.x; }
-DEVICE int block_index_x() { return blockIdx.x; }
-DEVICE int block_index_y() { return blockIdx.y; }
-DEVICE int block_index_z() { return blockIdx.z; }
+DEVICE int block_index() { return blockIdx.x; }
 DEVICE void block_barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 DEVICE u32 shuffle_bits(u32 x, int lane) { return __shfl_sync(~0u, x, lane); }
@@ -244,8 +240,10 @@ DEVICE void set_turn(int* at, int turn) {
     __threadfence();
     asm volatile("st.release.gpu.global.s32 [%0], %1;" :: "l"(at), "r"(turn) : "memory");
 }
+// Additions of four numbers at once are of compute capability 9.0 and of PTX 8.1, which CUDA 12.0 does not compile.
+#define HAS_ADDITION_OF_FOUR (__CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201)
 DEVICE void add_to_global(float* to, float4 x) {
-#if __CUDA_ARCH__ >= 900
+#if HAS_ADDITION_OF_FOUR
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                  :: "l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 #else
@@ -256,6 +254,20 @@ DEVICE void add_to_global(float* to, float4 x) {
 #endif
 }
 #endif
+
+// The place of a block in a grid of up to three dimensions, whose first index runs fastest. Launches have one dimension:
+// CUDA allows 65,535 blocks in the others.
+struct GridPlace {
+    int x;
+    int y;
+    int z;
+};
+DEVICE GridPlace grid_place(int count_x, int count_y) {
+    const u32 index = block_index(), rest = index / (u32)count_x;
+    GridPlace place;
+    place.x = index - rest * count_x, place.y = rest % (u32)count_y, place.z = rest / (u32)count_y;
+    return place;
+}
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int larger(int a, int b) { return a > b ? a : b; }

@@ -370,7 +370,7 @@ DEVICE bool has_special_output(const ForwardState& state) {
 }
 
 KERNEL(attention_forward, FORWARD_THREADS, 1, AttentionArguments) {
-    const BlockPlace place = block_place(arguments, block_index_x(), arguments.heads);
+    const BlockPlace place = block_place(arguments, block_index(), arguments.heads);
     const Sequence sequence = load_sequence(arguments, place.sequence);
     if (place.block * FORWARD_QUERIES >= sequence.query_count) return;
     ForwardBlock block = start_forward_block(arguments, place, sequence);

@@ -18,9 +18,12 @@ struct GateColumns {
 
 DEVICE GateColumns gate_columns(const GateArguments& arguments) {
     GateColumns own;
-    own.row = block_index_x() * GATE_WARPS + thread_index() / 32;
-    own.begin = block_index_y() * arguments.columns + thread_index() % 32;
-    own.end = smaller((block_index_y() + 1) * arguments.columns, arguments.width);
+    const int rows = arguments.entries * arguments.tokens * arguments.heads;
+    const int column_blocks = (arguments.width + arguments.columns - 1) / arguments.columns;
+    const GridPlace place = grid_place((rows + GATE_WARPS - 1) / GATE_WARPS, column_blocks);
+    own.row = place.x * GATE_WARPS + thread_index() / 32;
+    own.begin = place.y * arguments.columns + thread_index() % 32;
+    own.end = smaller((place.y + 1) * arguments.columns, arguments.width);
     return own;
 }
 

@@ -48,9 +48,11 @@ DEVICE i64 contiguous_norm_row(const GatedNormArguments& arguments, int row, int
 }
 
 KERNEL(gated_norm_forward, NORM_WARPS * 32, 1, GatedNormArguments) {
-    const int lane = thread_index() % 32, head = block_index_y();
-    const int row = block_index_x() * NORM_WARPS + thread_index() / 32;
-    if (row >= arguments.entries * arguments.tokens) return;
+    const int rows = arguments.entries * arguments.tokens;
+    const GridPlace place = grid_place((rows + NORM_WARPS - 1) / NORM_WARPS, arguments.heads);
+    const int lane = thread_index() % 32, head = place.y;
+    const int row = place.x * NORM_WARPS + thread_index() / 32;
+    if (row >= rows) return;
     float xs[NORM_LANES], gates[NORM_LANES], weights[NORM_LANES];
     read_norm_row(xs, arguments.inputs, norm_row(arguments, arguments.input_strides, row, head), lane);
     read_norm_row(gates, arguments.gates, norm_row(arguments, arguments.gate_strides, row, head), lane);
@@ -97,7 +99,8 @@ DEVICE void differentiate_norm_row(const GatedNormArguments& arguments, int row,
 }
 
 KERNEL(gated_norm_backward, NORM_WARPS * 32, 1, GatedNormArguments) {
-    const int warp = thread_index() / 32, lane = thread_index() % 32, head = block_index_y(), part = block_index_x();
+    const GridPlace place = grid_place(arguments.parts, arguments.heads);
+    const int warp = thread_index() / 32, lane = thread_index() % 32, head = place.y, part = place.x;
     float weights[NORM_LANES], weight_gradients[NORM_LANES];
     read_weights(weights, arguments, head, lane);
     UNROLL for (int n = 0; n < NORM_LANES; n++) weight_gradients[n] = 0;
@@ -119,7 +122,7 @@ KERNEL(gated_norm_backward, NORM_WARPS * 32, 1, GatedNormArguments) {
 
 // Adds up the gradients of the weights of all blocks, always in the same order.
 KERNEL(gated_norm_sum_weights, 128, 1, GatedNormArguments) {
-    const int index = block_index_x() * 128 + thread_index();
+    const int index = block_index() * 128 + thread_index();
     const int count = arguments.weight_head_stride ? arguments.heads * NORM_WIDTH : NORM_WIDTH;
     if (index >= count) return;
     float sum = 0;

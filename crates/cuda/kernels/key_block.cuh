@@ -69,7 +69,7 @@ DEVICE LoadedTile loaded_tile(const KeyBlock& block, const QueryTile& tile, int 
 
 // Starts the loads of keys and values. Returns false if there are no such keys.
 DEVICE bool start_key_block(const AttentionArguments& arguments, KeyBlock& block) {
-    const BlockPlace place = block_place(arguments, block_index_x(), arguments.key_heads);
+    const BlockPlace place = block_place(arguments, block_index(), arguments.key_heads);
     block.thread = thread_index(), block.lane = block.thread & 31, block.warp = block.thread >> 5;
     block.warp_row = block.warp % KEY_GROUPS * KEY_ROW_TILES * 16, block.warp_part = block.warp / KEY_GROUPS;
     block.lane_row = block.lane >> 2, block.lane_column = 2 * (block.lane & 3);

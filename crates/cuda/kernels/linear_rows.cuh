@@ -33,7 +33,7 @@ struct LinearPair {
 
 // The number of a pair, which may be past the last one.
 DEVICE int linear_pair_index(const LinearRowsArguments& arguments, int group) {
-    return block_index_x() * (LINEAR_WARPS / arguments.product_warps) + group;
+    return block_index() * (LINEAR_WARPS / arguments.product_warps) + group;
 }
 
 DEVICE LinearPair linear_pair(const LinearRowsArguments& arguments) {

@@ -16,7 +16,7 @@ DEVICE float small_block_sum(float x, int thread) {
 
 // (H) from log-sum-exp and delta (B, H, T_q): the weight of a sink times -delta, summed over all queries.
 KERNEL(attention_backward_sinks, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
-    const int thread = thread_index(), head = block_index_x();
+    const int thread = thread_index(), head = block_index();
     const float sink = load_global(arguments.sinks + head);
     const int batches = arguments.cumulative_queries ? 1 : arguments.sequences;
     float sum = 0;
@@ -34,7 +34,7 @@ KERNEL(attention_backward_sinks, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
 #if SLOPE_GRADIENT
 // (H) from parts (B, H, key blocks, KEY_WARPS).
 KERNEL(attention_backward_slopes, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
-    const int thread = thread_index(), head = block_index_x(), parts = arguments.key_blocks * KEY_WARPS;
+    const int thread = thread_index(), head = block_index(), parts = arguments.key_blocks * KEY_WARPS;
     float sum = 0;
     for (int sequence = 0; sequence < arguments.sequences; sequence++)
         for (int part = thread; part < parts; part += SMALL_BLOCK_THREADS)
@@ -48,11 +48,12 @@ KERNEL(attention_backward_slopes, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
 #if RELATIVE_BIAS_GRADIENT
 // (B or 1, H, length) from parts (B, H, key blocks, length).
 KERNEL(attention_backward_relative_bias, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
-    const int entry = block_index_x() * SMALL_BLOCK_THREADS + thread_index(), head = block_index_y();
     const int length = arguments.relative_bias_length;
+    const GridPlace place = grid_place((length + SMALL_BLOCK_THREADS - 1) / SMALL_BLOCK_THREADS, arguments.heads);
+    const int entry = place.x * SMALL_BLOCK_THREADS + thread_index(), head = place.y;
     if (entry >= length) return;
     const bool is_shared = arguments.relative_bias_sequence_stride == 0;
-    const int first = is_shared ? 0 : block_index_z(), end = is_shared ? arguments.sequences : first + 1;
+    const int first = is_shared ? 0 : place.z, end = is_shared ? arguments.sequences : first + 1;
     float sum = 0;
     for (int sequence = first; sequence < end; sequence++) {
         const i64 parts = ((i64)sequence * arguments.heads + head) * arguments.key_blocks;
@@ -67,11 +68,13 @@ KERNEL(attention_backward_relative_bias, SMALL_BLOCK_THREADS, 1, AttentionArgume
 // (bias_sequences, bias_heads, bias_queries, bias_keys) from the gradients of scores (B, H, T_q, T_kv). A thread has a
 // key, or some of the keys of a sum over all of them.
 KERNEL(attention_backward_bias, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
-    const int thread = thread_index(), column = block_index_x() * SMALL_BLOCK_THREADS + thread;
+    const int column_blocks = (arguments.bias_keys + SMALL_BLOCK_THREADS - 1) / SMALL_BLOCK_THREADS;
+    const GridPlace place = grid_place(column_blocks, arguments.bias_queries);
+    const int thread = thread_index(), column = place.x * SMALL_BLOCK_THREADS + thread;
     const bool sums_keys = arguments.bias_keys == 1, sums_queries = arguments.bias_queries == 1;
     const bool sums_heads = arguments.bias_heads == 1, sums_sequences = arguments.bias_sequences == 1;
-    const int query = block_index_y();
-    const int head = block_index_z() % arguments.bias_heads, sequence = block_index_z() / arguments.bias_heads;
+    const int query = place.y;
+    const int head = place.z % arguments.bias_heads, sequence = place.z / arguments.bias_heads;
     const int first_query = sums_queries ? 0 : query, end_query = sums_queries ? arguments.query_count : query + 1;
     const int first_head = sums_heads ? 0 : head, end_head = sums_heads ? arguments.heads : head + 1;
     const int first_sequence = sums_sequences ? 0 : sequence;

@@ -27,7 +27,7 @@ DEVICE RowThreads row_threads(const NormArguments& arguments) {
     RowThreads threads;
     threads.count = arguments.row_warps * 32;
     threads.lane = thread_index() % threads.count;
-    threads.row = block_index_x() * (ROW_NORM_WARPS / arguments.row_warps) + thread_index() / threads.count;
+    threads.row = block_index() * (ROW_NORM_WARPS / arguments.row_warps) + thread_index() / threads.count;
     return threads;
 }
 
@@ -128,7 +128,8 @@ KERNEL(norm_backward, ROW_NORM_WARPS * 32, 1, NormArguments) {
 
 // Adds up the gradients of a weight and a bias over every parts-th row.
 KERNEL(norm_parameter_gradients, ROW_NORM_COLUMNS, 1, NormArguments) {
-    const int column = block_index_x() * ROW_NORM_COLUMNS + thread_index(), part = block_index_y(), head = block_index_z();
+    const GridPlace place = grid_place((arguments.width + ROW_NORM_COLUMNS - 1) / ROW_NORM_COLUMNS, arguments.parts);
+    const int column = place.x * ROW_NORM_COLUMNS + thread_index(), part = place.y, head = place.z;
     if (column >= arguments.width) return;
     const bool has_weights_of_heads = arguments.weight_head_stride != 0;
     const int tokens = arguments.entries * arguments.tokens;
@@ -151,7 +152,7 @@ KERNEL(norm_parameter_gradients, ROW_NORM_COLUMNS, 1, NormArguments) {
 
 // Adds up the gradients of all parts, always in the same order.
 KERNEL(norm_sum_parameters, ROW_NORM_COLUMNS, 1, NormArguments) {
-    const int index = block_index_x() * ROW_NORM_COLUMNS + thread_index();
+    const int index = block_index() * ROW_NORM_COLUMNS + thread_index();
     const int count = arguments.weight_head_stride ? arguments.heads * arguments.width : arguments.width;
     if (index >= count) return;
     float of_weight = 0, of_bias = 0;

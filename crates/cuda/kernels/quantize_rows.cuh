@@ -48,7 +48,7 @@ DEVICE u8 code_of(float x, float scale) {
 }
 
 KERNEL(quantize_rows, QUANTIZE_WARPS * 32, 1, QuantizeRowsArguments) {
-    const i64 row = (i64)block_index_x() * QUANTIZE_WARPS + thread_index() / 32;
+    const i64 row = (i64)block_index() * QUANTIZE_WARPS + thread_index() / 32;
     if (row >= (i64)arguments.entries * arguments.heads * arguments.tokens) return;
     const int lane = thread_index() % 32;
     const i64 from = input_row_start(arguments, row), to = row * arguments.width;

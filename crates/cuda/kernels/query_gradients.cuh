@@ -80,7 +80,8 @@ DEVICE QueryGradientTurn add_query_gradients(const AttentionArguments& arguments
 // The gradient of a tile of queries from its sums.
 KERNEL(attention_backward_finish, KEY_THREADS, 1, AttentionArguments) {
     const int thread = thread_index(), lane = thread & 31, warp = thread >> 5;
-    const int tile = block_index_x(), head = block_index_y(), index = block_index_z();
+    const GridPlace place = grid_place(arguments.query_tiles, arguments.heads);
+    const int tile = place.x, head = place.y, index = place.z;
     const int first_query = tile * BACKWARD_QUERIES;
     const Sequence sequence = load_sequence(arguments, index);
     if (first_query >= sequence.query_count) return;

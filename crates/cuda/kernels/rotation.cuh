@@ -18,7 +18,7 @@ DEVICE int angle_row(const RotationArguments& arguments, i64 entry, int place) {
 
 KERNEL(rotate_heads, ROTATION_THREADS, 1, RotationArguments) {
     const int slots = arguments.width - arguments.pairs;
-    const i64 index = (i64)block_index_x() * ROTATION_THREADS + thread_index();
+    const i64 index = (i64)block_index() * ROTATION_THREADS + thread_index();
     const i64 row = index / slots, token = row / arguments.heads, entry = token / arguments.tokens;
     if (entry >= arguments.entries) return;
     const int slot = index % slots, head = row % arguments.heads, place = token % arguments.tokens;

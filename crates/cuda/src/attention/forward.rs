@@ -10,6 +10,7 @@ use crate::arguments::{AttentionArguments, RowStrides};
 use crate::device::{Buffer, Grid, KernelDevice, Launch, Operands};
 use crate::specialization::{ModifierGradients, Specialization};
 use crate::tiles::{DecodeTile, ForwardTile};
+use crate::unsupported::Unsupported;
 
 impl AttentionCall {
     /// Computes the attention output, and the log-sum-exp if `with_log_sum_exp`.
@@ -89,6 +90,43 @@ pub(super) fn output_strides(layout: OutputLayout, sizes: &Sizes) -> RowStrides 
     layout_strides(layout, heads, queries, value_dim)
 }
 
+/// Returns the grid of the forward kernel.
+fn forward_grid(sizes: &Sizes, tile: &ForwardTile) -> Grid {
+    Grid { x: sizes.longest_queries.div_ceil(tile.queries()), y: sizes.heads, z: sizes.sequences }
+}
+
+/// Returns the blocks of the decode kernel for the queries of a key head.
+fn decode_row_blocks(sizes: &Sizes) -> usize {
+    DecodeTile::row_blocks(sizes.longest_queries * sizes.group())
+}
+
+/// Returns the grid of the decode kernel.
+fn decode_grid(sizes: &Sizes, splits: usize) -> Grid {
+    Grid { x: splits, y: decode_row_blocks(sizes) * sizes.key_heads, z: sizes.sequences }
+}
+
+/// Returns the grid of the kernel that combines parts.
+fn combine_grid(sizes: &Sizes) -> Grid {
+    Grid::linear(DecodeTile::combine_blocks(sizes.rows()))
+}
+
+impl ForwardChoice {
+    /// Checks that CUDA can launch the blocks of every kernel.
+    ///
+    /// # Errors
+    /// If a kernel has too many.
+    pub(super) fn check_blocks(&self, sizes: &Sizes) -> std::result::Result<(), Unsupported> {
+        match self {
+            Self::Forward(tile) => forward_grid(sizes, tile).blocks("attention_forward")?,
+            Self::Decode { splits, .. } => {
+                decode_grid(sizes, *splits).blocks("attention_decode")?;
+                combine_grid(sizes).blocks("attention_combine")?
+            }
+        };
+        Ok(())
+    }
+}
+
 /// The launches of a forward pass.
 struct ForwardPass<'a> {
     device: &'a KernelDevice,
@@ -100,26 +138,23 @@ struct ForwardPass<'a> {
 impl ForwardPass<'_> {
     /// Launches the forward kernel.
     fn forward(&self, tile: &ForwardTile, mut arguments: AttentionArguments) -> Result<()> {
-        let Sizes { heads, sequences, longest_queries, .. } = self.sizes;
-        let blocks = longest_queries.div_ceil(tile.queries());
-        arguments.blocks = blocks as i32;
+        let grid = forward_grid(&self.sizes, tile);
+        arguments.blocks = grid.x as i32;
         let program = self.device.load(&tile.program(&self.specialization))?;
-        let launch = Launch::new(tile.kernel(&self.specialization), Grid::linear(blocks * heads * sequences));
-        self.operands.launch(&program, &launch, &arguments)
+        self.operands.launch(&program, &Launch::new(tile.kernel(&self.specialization), grid), &arguments)
     }
 
     /// Launches the decode kernel, and the kernel that combines parts.
     fn decode(&self, tile: &DecodeTile, splits: usize, mut arguments: AttentionArguments) -> Result<()> {
-        let Sizes { key_heads, sequences, longest_queries, .. } = self.sizes;
         arguments.splits = splits as i32;
-        let row_blocks = DecodeTile::row_blocks(longest_queries * self.sizes.group());
+        arguments.blocks = decode_row_blocks(&self.sizes) as i32;
         let program = self.device.load(&tile.program(&self.specialization))?;
-        let grid = Grid { x: splits, y: row_blocks * key_heads, z: sequences };
-        self.operands.launch(&program, &Launch::new(tile.kernel(&self.specialization), grid), &arguments)?;
+        let launch = Launch::new(tile.kernel(&self.specialization), decode_grid(&self.sizes, splits));
+        self.operands.launch(&program, &launch, &arguments)?;
         if splits == 1 {
             return Ok(());
         }
-        let grid_of_rows = Grid::linear(DecodeTile::combine_blocks(self.sizes.rows()));
-        self.operands.launch(&program, &Launch::new(DecodeTile::combine_kernel(), grid_of_rows), &arguments)
+        let combine = Launch::new(DecodeTile::combine_kernel(), combine_grid(&self.sizes));
+        self.operands.launch(&program, &combine, &arguments)
     }
 }

@@ -100,12 +100,21 @@ impl AttentionCall {
     /// As [`plan`](Self::plan), and for keys and values of 8 bits, which have no gradients.
     pub fn plan_backward(&self, wanted: RequestedGradients) -> Result<BackwardKernel, Unsupported> {
         let limits = KernelDevice::of(self.q.device())?.limits();
-        let (_, tile) = self.backward_choice(&self.sizes()?, wanted, &limits)?;
-        Ok(if tile.is_fused() { BackwardKernel::Fused } else { BackwardKernel::Separate })
+        let plan = self.backward_plan(self.sizes()?, wanted, &limits)?;
+        Ok(if plan.is_fused() { BackwardKernel::Fused } else { BackwardKernel::Separate })
     }
 
     /// Returns the kernel of the forward pass with its tile, which does not depend on the alignment of tensors.
+    ///
+    /// # Errors
+    /// If no tile fits the device, or a kernel has more blocks than CUDA launches.
     pub(super) fn forward_choice(&self, sizes: &Sizes, limits: &Limits) -> Result<ForwardChoice, Unsupported> {
+        let choice = self.fastest_forward_choice(sizes, limits)?;
+        choice.check_blocks(sizes)?;
+        Ok(choice)
+    }
+
+    fn fastest_forward_choice(&self, sizes: &Sizes, limits: &Limits) -> Result<ForwardChoice, Unsupported> {
         let specialization = self.specialization(sizes, ModifierGradients::default(), Alignment::FULL);
         let length = ForwardLength::of(sizes.longest_keys, self.keys.causal);
         let forward = ForwardTile::choose(&specialization, length, limits.shared_bytes);

@@ -177,18 +177,20 @@ impl DeltaCall {
         is_backward: bool,
     ) -> std::result::Result<DeltaSpecialization, Unsupported> {
         let sizes = self.sizes().map_err(|error| Unsupported::new(error.to_string()))?;
-        let most_blocks = usize::from(u16::MAX);
-        if self.heads > most_blocks || sizes.n > most_blocks {
-            return Err(Unsupported::new(format!(
-                "there are {} heads and {} sequences, expected at most {most_blocks} of either",
-                self.heads, sizes.n
-            )));
-        }
         let rows = sizes.b.saturating_mul(sizes.t).max(sizes.t.saturating_add(sizes.n));
         if rows > i32::MAX as usize / 2 {
             return Err(Unsupported::new(format!("there are {rows} tokens, expected at most {}", i32::MAX / 2)));
         }
-        DeltaSpecialization::choose(&device.limits(), self.q.dtype(), sizes.d_k, sizes.d_v, is_backward)
+        let chosen = DeltaSpecialization::choose(&device.limits(), self.q.dtype(), sizes.d_k, sizes.d_v, is_backward)?;
+        let chunks = match self.cumulative_tokens {
+            None => sizes.b * sizes.t.div_ceil(chosen.chunk),
+            // The last chunk of each packed sequence may be shorter.
+            Some(_) => sizes.t.div_ceil(chosen.chunk) + sizes.n,
+        };
+        for launch in chosen.launches(self.grid(&sizes, chunks)) {
+            launch.check()?;
+        }
+        Ok(chosen)
     }
 
     /// Checks the shapes and dtypes of a call.

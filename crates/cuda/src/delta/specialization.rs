@@ -165,9 +165,8 @@ impl DeltaSpecialization {
         }
     }
 
-    /// Returns the kernels of the program.
-    fn kernels(&self) -> Vec<KernelShape> {
-        let grid = DeltaGrid { sequences: 1, heads: 1, chunks: 1 };
+    /// Returns the launches of all kernels of the program.
+    pub fn launches(&self, grid: DeltaGrid) -> Vec<Launch> {
         let mut launches = vec![self.prepare("delta_prepare", grid), self.scan("delta_scan", grid), self.step(grid)];
         if self.is_backward {
             launches.push(self.prepare("delta_prepare_backward", grid));
@@ -175,12 +174,13 @@ impl DeltaSpecialization {
             launches.push(self.gradients(grid));
             launches.push(self.step_backward(grid));
         }
-        let shape = |launch: Launch| KernelShape {
-            name: launch.kernel,
-            threads: launch.threads,
-            shared_bytes: launch.shared_bytes,
-        };
-        launches.into_iter().map(shape).collect()
+        launches
+    }
+
+    /// Returns the kernels of the program.
+    fn kernels(&self) -> Vec<KernelShape> {
+        let grid = DeltaGrid { sequences: 1, heads: 1, chunks: 1 };
+        self.launches(grid).iter().map(Launch::kernel_shape).collect()
     }
 
     fn largest_shared_bytes(&self) -> usize {

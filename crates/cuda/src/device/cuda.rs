@@ -15,7 +15,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, bail};
 use half::{bf16, f16};
 
 use super::Buffer;
-use super::launch::{GridDimensions, KernelArguments, Launch};
+use super::launch::{KernelArguments, Launch};
 use super::programs::{LoadResult, Programs};
 use crate::capability::{Capability, Limits};
 use crate::compile::compile;
@@ -176,13 +176,13 @@ impl CudaRunner {
         &self,
         program: &CudaProgram,
         launch: &Launch,
-        grid: GridDimensions,
+        blocks: u32,
         arguments: &A,
     ) -> Result<()> {
         self.context.context.bind_to_thread().w()?;
         let function = program.function(launch.kernel, launch.shared_bytes)?;
         let config = LaunchConfig {
-            grid_dim: (grid.x, grid.y, grid.z),
+            grid_dim: (blocks, 1, 1),
             block_dim: (launch.threads as u32, 1, 1),
             shared_mem_bytes: launch.shared_bytes as u32,
         };

@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 use candle_core::{Error, Result, bail};
 use libloading::Library;
 
-use super::launch::{GridDimensions, KernelArguments, Launch};
+use super::launch::{KernelArguments, Launch};
 use super::programs::Programs;
 use crate::hash::Fnv;
 use crate::program::Program;
@@ -27,7 +27,7 @@ pub(crate) struct Region {
 
 /// The functions that `emulator/library.cpp` exports.
 struct Functions {
-    launch: unsafe extern "C" fn(*const c_char, u32, u32, u32, u32, u32, *const c_void) -> c_int,
+    launch: unsafe extern "C" fn(*const c_char, u64, u32, u32, *const c_void) -> c_int,
     add_buffer: unsafe extern "C" fn(*const c_void, usize, *const c_char),
     clear_buffers: unsafe extern "C" fn(),
     error: unsafe extern "C" fn() -> *const c_char,
@@ -76,14 +76,13 @@ impl EmulatedProgram {
     pub fn launch<A: KernelArguments>(
         &self,
         launch: &Launch,
-        grid: GridDimensions,
+        blocks: u32,
         regions: &[Region],
         arguments: &A,
     ) -> Result<()> {
         let _machine = MACHINE.lock().unwrap_or_else(PoisonError::into_inner);
         let Functions { launch: run, add_buffer, clear_buffers, error } = &self.functions;
         let name = CString::new(launch.kernel).map_err(Error::wrap)?;
-        let GridDimensions { x, y, z } = grid;
         let (threads, shared_bytes) = (launch.threads as u32, launch.shared_bytes as u32);
         // SAFETY: the regions are memory of operands that the caller keeps locked, the emulator checks every access
         // against them, and the argument is the struct that the kernel takes.
@@ -93,7 +92,7 @@ impl EmulatedProgram {
                 let region_name = CString::new(region.name).map_err(Error::wrap)?;
                 add_buffer(region.address as *const c_void, region.bytes, region_name.as_ptr());
             }
-            let code = run(name.as_ptr(), x, y, z, threads, shared_bytes, (&raw const *arguments).cast());
+            let code = run(name.as_ptr(), blocks.into(), threads, shared_bytes, (&raw const *arguments).cast());
             if code != 0 {
                 bail!("[{}] {}", launch.kernel, CStr::from_ptr(error()).to_string_lossy())
             }

@@ -2,9 +2,11 @@
 
 use std::cell::Cell;
 
-use candle_core::{Result, bail};
-
 use crate::program::KernelShape;
+use crate::unsupported::Unsupported;
+
+/// The blocks that CUDA launches in the first dimension of a grid.
+const MOST_BLOCKS: usize = i32::MAX as usize;
 
 /// A struct that is the only argument of a kernel.
 ///
@@ -29,6 +31,19 @@ impl Launch {
     pub fn new(shape: KernelShape, grid: Grid) -> Self {
         let KernelShape { name, threads, shared_bytes } = shape;
         Self { kernel: name, grid, threads, shared_bytes }
+    }
+
+    /// Returns the kernel.
+    pub fn kernel_shape(&self) -> KernelShape {
+        KernelShape { name: self.kernel, threads: self.threads, shared_bytes: self.shared_bytes }
+    }
+
+    /// Checks that CUDA can launch the blocks.
+    ///
+    /// # Errors
+    /// If they are too many.
+    pub fn check(&self) -> Result<(), Unsupported> {
+        self.grid.blocks(self.kernel).map(|_| ())
     }
 }
 
@@ -56,7 +71,10 @@ pub(super) fn count_launch() {
     LAUNCHES.set(LAUNCHES.get() + 1);
 }
 
-/// The number of blocks of a launch, by dimension.
+/// The number of blocks of a launch, by dimension. The first index runs fastest.
+///
+/// The blocks are launched in one dimension, and kernels compute the three indices: in the second and the third
+/// dimension, CUDA allows 65,535 blocks, fewer than a batch may have sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Grid {
     pub x: usize,
@@ -70,20 +88,17 @@ impl Grid {
         Self { x, y: 1, z: 1 }
     }
 
-    /// Checks the largest sizes that CUDA launches.
-    pub fn check(&self, kernel: &str) -> Result<GridDimensions> {
+    /// Returns the number of blocks.
+    ///
+    /// # Errors
+    /// If they are more than CUDA launches.
+    pub fn blocks(&self, kernel: &str) -> Result<u32, Unsupported> {
         let Self { x, y, z } = *self;
-        if x > i32::MAX as usize || y > u16::MAX.into() || z > u16::MAX.into() {
-            bail!("[{kernel}] the grid is {x} by {y} by {z} blocks, expected at most 2147483647 by 65535 by 65535")
+        match x.checked_mul(y).and_then(|blocks| blocks.checked_mul(z)) {
+            Some(blocks) if blocks <= MOST_BLOCKS => Ok(blocks as u32),
+            _ => Err(Unsupported::new(format!(
+                "{kernel} has {x} by {y} by {z} blocks, expected at most {MOST_BLOCKS} in all"
+            ))),
         }
-        Ok(GridDimensions { x: x as u32, y: y as u32, z: z as u32 })
     }
-}
-
-/// A grid that CUDA can launch.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct GridDimensions {
-    pub x: u32,
-    pub y: u32,
-    pub z: u32,
 }

@@ -129,19 +129,19 @@ impl<'a> Operands<'a> {
     /// # Errors
     /// If the launch fails; on the emulator also for an access outside of the operands.
     pub fn launch<A: KernelArguments>(&self, program: &LoadedProgram, launch: &Launch, arguments: &A) -> Result<()> {
-        let grid = launch.grid.check(launch.kernel)?;
-        if [grid.x, grid.y, grid.z].contains(&0) {
+        let blocks = launch.grid.blocks(launch.kernel)?;
+        if blocks == 0 {
             return Ok(());
         }
         count_launch();
         match (self.device, program) {
             #[cfg(feature = "emulator")]
             (KernelDevice::Emulator, LoadedProgram::Emulator(program)) => {
-                program.launch(launch, grid, &self.regions, arguments)
+                program.launch(launch, blocks, &self.regions, arguments)
             }
             #[cfg(feature = "cuda")]
             (KernelDevice::Cuda(runner), LoadedProgram::Cuda(program)) => {
-                runner.launch(program, launch, grid, arguments)
+                runner.launch(program, launch, blocks, arguments)
             }
             #[allow(unreachable_patterns, reason = "with one of the features there is one pair")]
             _ => bail!("[{}] the program was loaded for another device: {:?}", launch.kernel, arguments as *const A),

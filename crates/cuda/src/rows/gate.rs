@@ -100,18 +100,19 @@ impl GateCall {
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.values.device())?;
         Element::of(self.values.dtype())?;
-        let shape = RowsShape::of(&self.values)?;
-        if shape.d.div_ceil(COLUMNS) > usize::from(u16::MAX) {
-            return Err(Unsupported::new(format!("the values have rows of {}, which no kernel takes", shape.d)));
-        }
-        Ok(())
+        launch(FORWARD, self.shape()?).check()
+    }
+
+    fn shape(&self) -> std::result::Result<GateShape, Unsupported> {
+        let values = RowsShape::of(&self.values)?;
+        let gate_width = if self.gates.dims().last() == Some(&1) { 1 } else { values.d };
+        Ok(GateShape { values, gate_width })
     }
 
     fn checked_shape(&self) -> Result<GateShape> {
         self.plan()?;
-        let values = RowsShape::of(&self.values)?;
-        let gate_width = if self.gates.dims().last() == Some(&1) { 1 } else { values.d };
-        let shape = GateShape { values, gate_width };
+        let shape = self.shape()?;
+        let values = shape.values;
         check_tensor(OP, "the values", &self.values, &values.dims(), self.values.dtype())?;
         check_tensor(OP, "the gate", &self.gates, &shape.gate_dims(), self.values.dtype())?;
         Ok(shape)

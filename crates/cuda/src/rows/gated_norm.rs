@@ -95,12 +95,13 @@ impl GatedNormCall {
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.xs.device())?;
         Element::of(self.xs.dtype())?;
-        let RowsShape { h, d, .. } = RowsShape::of(&self.xs)?;
-        if d > MAX_WIDTH || h > usize::from(u16::MAX) {
+        let shape = RowsShape::of(&self.xs)?;
+        if shape.d > MAX_WIDTH {
             let dims = self.xs.dims();
             return Err(Unsupported::new(format!("the rows have the shape {dims:?}, which no kernel takes")));
         }
-        Ok(())
+        forward_launch(shape).check()?;
+        backward_launch(shape).check()
     }
 
     fn checked_shape(&self) -> Result<RowsShape> {
@@ -135,9 +136,7 @@ impl GatedNormCall {
             let mut operands = Operands::new(&device);
             let mut arguments = self.arguments(shape, &readings, &mut operands)?;
             arguments.output = operands.write("output", &mut output)?;
-            let grid = Grid { x: shape.tokens().div_ceil(WARPS), y: shape.h, z: 1 };
-            let launch = Launch { kernel: "gated_norm_forward", grid, threads: WARPS * 32, shared_bytes: 0 };
-            operands.launch(&program, &launch, &arguments)?;
+            operands.launch(&program, &forward_launch(shape), &arguments)?;
         }
         Ok(output.into_storage())
     }
@@ -226,10 +225,10 @@ pub(super) fn entries() -> Vec<CatalogueEntry> {
     let mut entries = Vec::new();
     for element in Element::ALL {
         for width in [64, 128, 256] {
-            let backward = backward_launch(RowsShape { b: 1, t: 1, h: 1, d: width });
+            let shape = RowsShape { b: 1, t: 1, h: 1, d: width };
             let kernels = vec![
-                KernelShape { name: "gated_norm_forward", threads: WARPS * 32, shared_bytes: 0 },
-                KernelShape { name: backward.kernel, threads: backward.threads, shared_bytes: backward.shared_bytes },
+                forward_launch(shape).kernel_shape(),
+                backward_launch(shape).kernel_shape(),
                 KernelShape { name: "gated_norm_sum_weights", threads: 128, shared_bytes: 0 },
             ];
             let name = format!("gated norm {} d{width}", element.name());
@@ -237,6 +236,12 @@ pub(super) fn entries() -> Vec<CatalogueEntry> {
         }
     }
     entries
+}
+
+/// Returns the launch of the forward pass.
+fn forward_launch(shape: RowsShape) -> Launch {
+    let grid = Grid { x: shape.tokens().div_ceil(WARPS), y: shape.h, z: 1 };
+    Launch { kernel: "gated_norm_forward", grid, threads: WARPS * 32, shared_bytes: 0 }
 }
 
 /// Returns the launch of the backward pass, with a row of gradients of weights for each warp in shared memory.

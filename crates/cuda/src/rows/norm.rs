@@ -120,7 +120,17 @@ impl NormCall {
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.xs.device())?;
         Element::of(self.xs.dtype())?;
-        RowsShape::of(&self.xs).map(|_| ())
+        let shape = RowsShape::of(&self.xs)?;
+        row_launch("norm_forward", shape).check()?;
+        self.parameter_launch(shape).check()
+    }
+
+    /// Returns the launch of the kernel that adds up gradients of weights and biases of some rows.
+    fn parameter_launch(&self, shape: RowsShape) -> Launch {
+        let has_weights_of_heads = self.weight.rank() > 1;
+        let heads = if has_weights_of_heads { shape.h } else { 1 };
+        let grid = Grid { x: shape.d.div_ceil(COLUMNS), y: weight_parts(shape, has_weights_of_heads), z: heads };
+        Launch::new(PARAMETER_GRADIENTS, grid)
     }
 
     fn checked_shape(&self) -> Result<RowsShape> {
@@ -202,9 +212,7 @@ impl NormCall {
             arguments.bias_gradient = operands.write_optional("bias_gradient", of_bias.as_mut())?;
             operands.launch(&program, &row_launch("norm_backward", shape), &arguments)?;
             if wants_weight {
-                let heads = if self.weight.rank() > 1 { shape.h } else { 1 };
-                let parts_grid = Grid { x: shape.d.div_ceil(COLUMNS), y: parts, z: heads };
-                operands.launch(&program, &Launch::new(PARAMETER_GRADIENTS, parts_grid), &arguments)?;
+                operands.launch(&program, &self.parameter_launch(shape), &arguments)?;
                 let sums_grid = Grid::linear(count.div_ceil(COLUMNS));
                 operands.launch(&program, &Launch::new(PARAMETER_SUMS, sums_grid), &arguments)?;
             }

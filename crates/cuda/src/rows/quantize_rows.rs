@@ -73,7 +73,7 @@ impl QuantizeRowsCall {
             let dims = self.rows.dims();
             return Err(Unsupported::new(format!("rows of the shape {dims:?} are not quantised by a kernel")));
         }
-        Ok(())
+        launch(self.rows.dims()).check()
     }
 
     /// Computes the codes and the scales.
@@ -107,10 +107,16 @@ impl QuantizeRowsCall {
                 tokens: t as i32,
                 width: d as i32,
             };
-            operands.launch(&program, &Launch::new(KERNEL, Grid::linear(count.div_ceil(WARPS))), &arguments)?;
+            operands.launch(&program, &launch(self.rows.dims()), &arguments)?;
         }
         Ok(RowCodes { codes: codes.into_tensor((b, h, t, d))?, scales: scales.into_tensor((b, h, t, 1))? })
     }
+}
+
+/// Returns the launch for rows (B, H, T, D).
+fn launch(dims: &[usize]) -> Launch {
+    let rows = dims[..3].iter().fold(1usize, |rows, &size| rows.saturating_mul(size));
+    Launch::new(KERNEL, Grid::linear(rows.div_ceil(WARPS)))
 }
 
 /// Returns the programs of all element types.

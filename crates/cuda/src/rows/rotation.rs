@@ -90,7 +90,16 @@ impl RotationCall {
         if self.xs.rank() != 4 || !self.xs.dims().iter().chain(self.cosines.dims()).all(fits) {
             return Err(Unsupported::new(format!("heads of the shape {:?} are not rotated", self.xs.dims())));
         }
-        Ok(())
+        self.launch().check()
+    }
+
+    /// Returns the launch, with a thread for each pair of columns and for each column after all pairs.
+    fn launch(&self) -> Launch {
+        let Some((&width, heads)) = self.xs.dims().split_last() else { return Launch::new(KERNEL, Grid::linear(0)) };
+        let pairs = self.cosines.dims().last().copied().unwrap_or(0);
+        let heads = heads.iter().fold(1usize, |heads, &size| heads.saturating_mul(size));
+        let threads = heads.saturating_mul(width.saturating_sub(pairs));
+        Launch::new(KERNEL, Grid::linear(threads.div_ceil(THREADS)))
     }
 
     /// Computes the rotated heads, (B, T, H, D), contiguous, in the dtype of the input.
@@ -144,8 +153,7 @@ impl RotationCall {
                 arguments.angle_rows = operands.read("angle_rows", &list.rows)?;
                 arguments.angle_rows_stride = list.sequence_stride;
             }
-            let grid = Grid::linear((b * t * h * (d - pairs)).div_ceil(THREADS));
-            operands.launch(&program, &Launch::new(KERNEL, grid), &arguments)?;
+            operands.launch(&program, &self.launch(), &arguments)?;
         }
         Ok(output.into_storage())
     }

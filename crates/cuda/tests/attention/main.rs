@@ -4,5 +4,6 @@ mod backward;
 mod case;
 mod decode;
 mod forward;
+mod large_batches;
 mod plan;
 mod reference;

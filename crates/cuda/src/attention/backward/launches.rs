@@ -9,90 +9,109 @@ use crate::device::{Grid, Launch, LoadedProgram, Operands};
 use crate::program::KernelShape;
 use crate::tiles::{BackwardKernels, QueryGradient, SMALL_BLOCK_THREADS, SMALL_BLOCK_WARPS};
 
-/// The launches of a backward pass.
-pub(super) struct BackwardLaunches<'a> {
-    pub operands: &'a Operands<'a>,
-    pub program: &'a LoadedProgram,
-    pub plan: BackwardPlan,
-    pub arguments: AttentionArguments,
+/// A launch of a backward pass.
+pub(super) struct BackwardLaunch {
+    pub launch: Launch,
+    /// The places of a kernel of queries or of keys; `None` for the others.
+    places: Option<BlockPlaces>,
 }
 
-impl BackwardLaunches<'_> {
-    /// Queues all kernels in the order in which they use each other's results.
-    pub fn run(&self) -> Result<()> {
-        let kernels = self.plan.tile.kernels(&self.plan.specialization);
-        self.prepare(&kernels)?;
-        match self.plan.tile.queries {
+/// The blocks of a kernel of queries or of keys, which compute their places from the index.
+#[derive(Clone, Copy)]
+struct BlockPlaces {
+    /// The blocks of a head of a sequence.
+    blocks: usize,
+    /// The heads of all sequences.
+    heads: usize,
+}
+
+impl BackwardPlan {
+    /// Returns the launches of all kernels, in the order in which they use each other's results.
+    pub(super) fn launches(&self) -> Vec<BackwardLaunch> {
+        let kernels = self.tile.kernels(&self.specialization);
+        let mut launches = self.preparing_launches(&kernels);
+        match self.tile.queries {
             QueryGradient::Separate(tile) => {
-                self.separate_query_gradients(kernels.query_gradients, tile.block())?;
-                self.key_gradients(kernels.key_gradients)?;
+                launches.push(self.query_gradients(kernels.query_gradients, tile.block()));
+                launches.push(self.key_gradients(kernels.key_gradients));
             }
             QueryGradient::Fused { .. } => {
-                self.key_gradients(kernels.key_gradients)?;
-                self.finish_query_gradients(kernels.query_gradients)?;
+                let Sizes { sequences, heads, .. } = self.sizes;
+                launches.push(self.key_gradients(kernels.key_gradients));
+                // The sums of the fused kernel become the gradient of queries.
+                let grid = Grid { x: self.query_tiles(), y: heads, z: sequences };
+                launches.push(BackwardLaunch::new(kernels.query_gradients, grid));
             }
         }
-        self.sum_modifier_gradients(&kernels)
+        launches.extend(self.modifier_sums(&kernels));
+        launches
     }
 
-    /// Queues a kernel with the arguments of the pass.
-    fn launch(&self, kernel: KernelShape, grid: Grid) -> Result<()> {
-        self.operands.launch(self.program, &Launch::new(kernel, grid), &self.arguments)
-    }
-
-    /// Queues the kernels of delta, of the gradient of sinks, and of the intervals of tiles.
-    fn prepare(&self, kernels: &BackwardKernels) -> Result<()> {
-        let Sizes { batch, sequences, heads, queries, .. } = self.plan.sizes;
-        self.launch(kernels.delta, Grid { x: queries.div_ceil(SMALL_BLOCK_WARPS), y: heads, z: batch })?;
-        if self.plan.has_sink_gradient {
-            self.launch(kernels.sinks, Grid::linear(heads))?;
+    /// Returns the launches of the kernels of delta, of the gradient of sinks, and of the intervals of tiles.
+    fn preparing_launches(&self, kernels: &BackwardKernels) -> Vec<BackwardLaunch> {
+        let Sizes { batch, sequences, heads, queries, .. } = self.sizes;
+        let rows = Grid { x: queries.div_ceil(SMALL_BLOCK_WARPS), y: heads, z: batch };
+        let mut launches = vec![BackwardLaunch::new(kernels.delta, rows)];
+        if self.has_sink_gradient {
+            launches.push(BackwardLaunch::new(kernels.sinks, Grid::linear(heads)));
         }
-        self.launch(kernels.tiles, Grid { x: self.plan.query_tiles(), y: sequences, z: 1 })
+        launches.push(BackwardLaunch::new(kernels.tiles, Grid { x: self.query_tiles(), y: sequences, z: 1 }));
+        launches
     }
 
-    /// Queues the kernel of the gradient of queries, for blocks of `block` queries.
-    fn separate_query_gradients(&self, kernel: KernelShape, block: usize) -> Result<()> {
-        let Sizes { sequences, heads, longest_queries, .. } = self.plan.sizes;
-        let blocks = longest_queries.div_ceil(block);
-        let arguments = AttentionArguments { blocks: blocks as i32, ..self.arguments };
-        let launch = Launch::new(kernel, Grid::linear(blocks * heads * sequences));
-        self.operands.launch(self.program, &launch, &arguments)
+    /// Returns the launch of the kernel of the gradient of queries, for blocks of `block` queries.
+    fn query_gradients(&self, kernel: KernelShape, block: usize) -> BackwardLaunch {
+        let Sizes { sequences, heads, longest_queries, .. } = self.sizes;
+        BackwardLaunch::with_places(kernel, longest_queries.div_ceil(block), heads * sequences)
     }
 
-    /// Queues the kernel of the gradients of keys and values.
-    fn key_gradients(&self, kernel: KernelShape) -> Result<()> {
-        let Sizes { sequences, key_heads, .. } = self.plan.sizes;
-        let blocks = self.plan.key_blocks();
-        let section_heads = self.arguments.section_heads.min((key_heads * sequences) as i32);
-        let arguments = AttentionArguments { blocks: blocks as i32, section_heads, ..self.arguments };
-        let launch = Launch::new(kernel, Grid::linear(blocks * key_heads * sequences));
-        self.operands.launch(self.program, &launch, &arguments)
+    /// Returns the launch of the kernel of the gradients of keys and values.
+    fn key_gradients(&self, kernel: KernelShape) -> BackwardLaunch {
+        let Sizes { sequences, key_heads, .. } = self.sizes;
+        BackwardLaunch::with_places(kernel, self.key_blocks(), key_heads * sequences)
     }
 
-    /// Queues the kernel that converts the sums of the fused kernel to the gradient of queries.
-    fn finish_query_gradients(&self, kernel: KernelShape) -> Result<()> {
-        let Sizes { sequences, heads, .. } = self.plan.sizes;
-        self.launch(kernel, Grid { x: self.plan.query_tiles(), y: heads, z: sequences })
-    }
-
-    /// Queues the kernels that sum the gradients of score modifiers.
-    fn sum_modifier_gradients(&self, kernels: &BackwardKernels) -> Result<()> {
-        let Sizes { heads, .. } = self.plan.sizes;
-        let gradients = self.plan.specialization.gradients;
-        if let Some(bias) = self.plan.bias
+    /// Returns the launches of the kernels that sum the gradients of score modifiers.
+    fn modifier_sums(&self, kernels: &BackwardKernels) -> Vec<BackwardLaunch> {
+        let Sizes { heads, .. } = self.sizes;
+        let gradients = self.specialization.gradients;
+        let mut launches = Vec::new();
+        if let Some(bias) = self.bias
             && bias.is_broadcast
         {
             let blocks = bias.keys.div_ceil(SMALL_BLOCK_THREADS);
-            self.launch(kernels.bias, Grid { x: blocks, y: bias.queries, z: bias.batch * bias.heads })?;
+            let grid = Grid { x: blocks, y: bias.queries, z: bias.batch * bias.heads };
+            launches.push(BackwardLaunch::new(kernels.bias, grid));
         }
         if gradients.slopes {
-            self.launch(kernels.slopes, Grid::linear(heads))?;
+            launches.push(BackwardLaunch::new(kernels.slopes, Grid::linear(heads)));
         }
         if gradients.relative_bias {
-            let blocks = self.plan.sizes.distances().div_ceil(SMALL_BLOCK_THREADS);
-            let sequences = self.plan.relative_bias_sequences();
-            self.launch(kernels.relative_bias, Grid { x: blocks, y: heads, z: sequences })?;
+            let blocks = self.sizes.distances().div_ceil(SMALL_BLOCK_THREADS);
+            let grid = Grid { x: blocks, y: heads, z: self.relative_bias_sequences() };
+            launches.push(BackwardLaunch::new(kernels.relative_bias, grid));
         }
-        Ok(())
+        launches
+    }
+}
+
+impl BackwardLaunch {
+    fn new(kernel: KernelShape, grid: Grid) -> Self {
+        Self { launch: Launch::new(kernel, grid), places: None }
+    }
+
+    fn with_places(kernel: KernelShape, blocks: usize, heads: usize) -> Self {
+        let grid = Grid { x: blocks, y: heads, z: 1 };
+        Self { launch: Launch::new(kernel, grid), places: Some(BlockPlaces { blocks, heads }) }
+    }
+
+    /// Queues the kernel with the arguments of the pass.
+    pub fn queue(&self, operands: &Operands, program: &LoadedProgram, arguments: &AttentionArguments) -> Result<()> {
+        let mut own = *arguments;
+        if let Some(BlockPlaces { blocks, heads }) = self.places {
+            own.blocks = blocks as i32;
+            own.section_heads = own.section_heads.min(i32::try_from(heads).unwrap_or(i32::MAX));
+        }
+        operands.launch(program, &self.launch, &own)
     }
 }

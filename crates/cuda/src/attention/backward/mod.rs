@@ -9,15 +9,16 @@ use super::call::{AttentionCall, BackwardInputs, Gradients, OutputLayout, Reques
 use super::forward::{output_shape, output_strides};
 use super::readings::{Readings, alignment, row_strides};
 use super::sizes::Sizes;
+use crate::capability::Limits;
 use crate::device::{Buffer, KernelDevice, Operands, Reading};
 use crate::specialization::Specialization;
 use crate::tiles::BackwardTile;
-use launches::BackwardLaunches;
+use crate::unsupported::Unsupported;
 use memory::{BackwardMemory, BiasGradient};
 
 /// A backward pass: its sizes, and the kernels that it launches.
 #[derive(Clone, Copy)]
-struct BackwardPlan {
+pub(super) struct BackwardPlan {
     sizes: Sizes,
     specialization: Specialization,
     tile: BackwardTile,
@@ -29,6 +30,11 @@ struct BackwardPlan {
 }
 
 impl BackwardPlan {
+    /// Returns whether one kernel computes the gradients of queries, keys and values.
+    pub fn is_fused(&self) -> bool {
+        self.tile.is_fused()
+    }
+
     /// Returns the tiles of queries of the longest sequence.
     fn query_tiles(&self) -> usize {
         self.sizes.longest_queries.div_ceil(self.tile.keys.queries)
@@ -55,17 +61,9 @@ impl AttentionCall {
     pub fn backward(&self, inputs: &BackwardInputs, wanted: RequestedGradients) -> Result<Gradients> {
         let device = KernelDevice::of(self.q.device())?;
         let sizes = self.sizes()?;
-        let (specialization, tile) = self.backward_choice(&sizes, wanted, &device.limits())?;
+        let plan = self.backward_plan(sizes, wanted, &device.limits())?;
+        let BackwardPlan { specialization, tile, .. } = plan;
         self.check_inputs(inputs, &sizes)?;
-        let plan = BackwardPlan {
-            sizes,
-            specialization,
-            tile,
-            layout: wanted.layout,
-            bias: self.bias_gradient(&sizes, wanted),
-            has_sink_gradient: wanted.sinks && self.scores.sinks.is_some(),
-            shares_relative_bias: self.scores.relative_bias.as_ref().is_some_and(|biases| biases.dims()[0] == 1),
-        };
         let mut memory = BackwardMemory::new(&device, &plan)?;
 
         let readings = Readings::new(self);
@@ -87,9 +85,37 @@ impl AttentionCall {
         let alignment = alignment(&arguments, self, &sizes);
         let plan = BackwardPlan { specialization: Specialization { alignment, ..specialization }, ..plan };
         let program = device.load(&tile.program(&plan.specialization))?;
-        BackwardLaunches { operands: &operands, program: &program, plan, arguments }.run()?;
+        for launch in plan.launches() {
+            launch.queue(&operands, &program, &arguments)?;
+        }
         operands.finish();
         self.gradients(memory, wanted)
+    }
+
+    /// Returns the backward pass for aligned tensors.
+    ///
+    /// # Errors
+    /// If no kernel computes it, or a kernel has more blocks than CUDA launches.
+    pub(super) fn backward_plan(
+        &self,
+        sizes: Sizes,
+        wanted: RequestedGradients,
+        limits: &Limits,
+    ) -> std::result::Result<BackwardPlan, Unsupported> {
+        let (specialization, tile) = self.backward_choice(&sizes, wanted, limits)?;
+        let plan = BackwardPlan {
+            sizes,
+            specialization,
+            tile,
+            layout: wanted.layout,
+            bias: self.bias_gradient(&sizes, wanted),
+            has_sink_gradient: wanted.sinks && self.scores.sinks.is_some(),
+            shares_relative_bias: self.scores.relative_bias.as_ref().is_some_and(|biases| biases.dims()[0] == 1),
+        };
+        for planned in plan.launches() {
+            planned.launch.check()?;
+        }
+        Ok(plan)
     }
 
     /// Returns the sizes of the gradient of the bias, if it was requested.
