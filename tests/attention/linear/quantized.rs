@@ -70,6 +70,30 @@ fn gguf_types_match_their_dequantised_weights() -> Result<()> {
     Ok(())
 }
 
+/// Checks that a row has the same bits with any other rows. Candle chooses a kernel for K-quants by the number of rows,
+/// so a row of these may differ by rounding: of Q6_K on x86-64, of Q4_K with AMX, of any on Arm.
+#[test]
+fn gguf_types_but_k_quants_have_rows_of_the_same_bits_for_any_number_of_rows() -> Result<()> {
+    let on_x86: &[GgmlDType] = if cfg!(target_arch = "x86_64") { &[Q2K, Q3K, Q5K] } else { &[] };
+    let xs = random((70, 512))?;
+    for dtype in BLOCKS.into_iter().chain(K_QUANTS).chain([F32, F16, BF16]) {
+        let (weight, _) = quantized((64, 512), dtype)?;
+        let packed = PackedLinear::from_qtensor(weight, None)?;
+        let dtype_of_inputs = packed.dtype();
+        let xs = xs.to_dtype(dtype_of_inputs)?;
+        let all = packed.forward(&xs)?;
+        for rows in [1, 2, 3, 8, 33] {
+            let some = packed.forward(&xs.narrow(0, 5, rows)?)?;
+            let expected = all.narrow(0, 5, rows)?;
+            if !K_QUANTS.contains(&dtype) || on_x86.contains(&dtype) {
+                assert_eq!(bits(&some), bits(&expected), "{dtype:?}, {rows} rows");
+            }
+            assert_near(&some, &expected, 1e-6, &format!("{dtype:?}, {rows} rows"));
+        }
+    }
+    Ok(())
+}
+
 /// Checks the rows of a weight (50, 256) that are looked up.
 fn assert_rows(linear: &PackedLinear, weight: &Tensor, ids: &Tensor) -> Result<()> {
     let expected = weight.index_select(&ids.flatten_all()?, 0)?.reshape((2, 3, 256))?;

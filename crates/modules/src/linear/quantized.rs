@@ -17,8 +17,9 @@ impl PackedLinear {
     /// On a CPU Q8_0, Q5_0 and Q5_1 are stored in 8 bits per number and Q4_0 and Q4_1 in 4, with the scales and
     /// minimums of blocks of 32 numbers, 16 bits each: 1.06 to 1.13 bytes per number, and 0.56 or 0.63. They are
     /// multiplied in f32, with the bits of [`new`](Self::new) for the dequantised numbers. F32, F16 and BF16 are packed
-    /// as they are. K-quants are multiplied by Candle's [`QMatMul`], which rounds inputs to 8 bits. On other devices
-    /// all but K-quants are dequantised.
+    /// as they are. K-quants are multiplied by Candle's [`QMatMul`], which rounds inputs to 8 bits, and whose kernel
+    /// depends on the number of rows, so that the bits of an output may too. On other devices all but K-quants are
+    /// dequantised.
     ///
     /// ```
     /// use candle_attention::PackedLinear;
