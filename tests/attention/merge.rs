@@ -3,7 +3,10 @@
 use crate::gradients::{Attention, Function};
 use crate::*;
 
-crate::on_each_device!(merge_attention_of_random_parts_matches_whole);
+crate::on_each_device!(
+    merge_attention_of_random_parts_matches_whole,
+    merge_attention_ignores_outputs_and_gradients_of_empty_rows,
+);
 
 /// The part that each key goes to, side by side or scattered, and the part that the sinks go to.
 #[derive(Debug, Clone)]
@@ -116,4 +119,63 @@ fn merge_attention_of_kernel_parts_matches_whole() {
     for_all(64, splits(kernel_recipes()), |(recipe, split)| {
         Path::kernels().into_iter().try_for_each(|path| check(&recipe, &split, &CPU, path))
     });
+}
+
+/// Draws parts with some rows without keys, whose log-sum-exp is -inf and whose outputs are `junk`, and compares the
+/// result and its gradients with the ones of outputs of zeros.
+fn merge_attention_ignores_outputs_and_gradients_of_empty_rows(device: &Device) -> Result<()> {
+    let dtypes =
+        if device.is_metal() { vec![DType::F32] } else { vec![DType::F32, DType::F64, DType::BF16, DType::F16] };
+    for (seed, junk) in (0..24).flat_map(|seed| [(seed, f64::NAN), (seed, f64::INFINITY), (seed, f64::NEG_INFINITY)]) {
+        let random = &mut Random::new(seed);
+        let dtype = dtypes[random.up_to(dtypes.len() - 1)];
+        let lse_dtype = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let shape = [2, 1 + random.up_to(2), 1 + random.up_to(3), 3];
+        let rows = shape[..3].iter().product::<usize>();
+        let upstream = Array::new(&shape).uniform(random, 1.0, dtype).tensor(dtype, device)?;
+        let mut parts = Vec::new();
+        for _ in 0..1 + random.up_to(3) {
+            let is_empty: Vec<bool> = (0..rows).map(|_| random.chance(0.4)).collect();
+            let output = Array::new(&shape).uniform(random, 1.0, dtype);
+            let lse: Vec<f64> = is_empty
+                .iter()
+                .map(|&is_empty| if is_empty { f64::NEG_INFINITY } else { random.between(-3.0, 3.0) })
+                .collect();
+            parts.push((is_empty, output, lse));
+        }
+        let run = |of_empty_rows: f64| -> Result<_> {
+            let mut variables = Vec::new();
+            for (is_empty, output, lse) in &parts {
+                let mut output = output.clone();
+                for (row, numbers) in output.data.chunks_mut(shape[3]).enumerate() {
+                    if is_empty[row] {
+                        numbers.fill(of_empty_rows);
+                    }
+                }
+                let lse = Tensor::new(lse.as_slice(), &CPU)?.to_dtype(lse_dtype)?.to_device(device)?;
+                let output = Var::from_tensor(&output.tensor(dtype, device)?)?;
+                variables.push((output, Var::from_tensor(&lse.reshape(&shape[..3])?)?));
+            }
+            let tensors: Vec<_> = variables.iter().map(|(output, lse)| (output.as_tensor(), lse.as_tensor())).collect();
+            let merged = merge_attention(&tensors.iter().map(|&(o, l)| (o.clone(), l.clone())).collect::<Vec<_>>())?;
+            let gradients = (&merged.0 * &upstream)?.sum_all()?.backward()?;
+            let mut found = vec![values(&merged.0), values(&merged.1)];
+            for (output, lse) in tensors {
+                for tensor in [output, lse] {
+                    found.push(gradients.get(tensor).map(values).unwrap_or_default());
+                }
+            }
+            Ok(found)
+        };
+        let found = run(junk)?;
+        assert_eq!(found, run(0.0)?, "seed {seed}, {junk}, {dtype:?}");
+        for (part, (is_empty, ..)) in parts.iter().enumerate() {
+            let of_output = found[2 + 2 * part].chunks(shape[3]);
+            let is_zero = |numbers: &[f64]| numbers.iter().all(|&number| number == 0.0);
+            assert!(of_output.zip(is_empty).all(|(row, &is_empty)| !is_empty || is_zero(row)), "seed {seed}, {junk}");
+            let of_lse = found[3 + 2 * part].iter().zip(is_empty);
+            assert!(of_lse.into_iter().all(|(&number, &is_empty)| !is_empty || number == 0.0), "seed {seed}, {junk}");
+        }
+    }
+    Ok(())
 }

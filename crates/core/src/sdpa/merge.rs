@@ -11,7 +11,8 @@ use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, su
 /// Each part is an attention output (B, H, T_q, D_v) and the log-sum-exp (B, H, T_q) of its scores, as returned by
 /// [`scaled_dot_product_attention_with_lse`](crate::scaled_dot_product_attention_with_lse). The result is the same pair
 /// for all keys, with the output in the dtype of the first part. A part in which a query is fully masked (`-inf`) adds
-/// nothing for that query. Pass sinks to one part only, since each part's sum counts its own.
+/// nothing for that query, even if its output is NaN, and its gradients are zero. Pass sinks to one part only, since
+/// each part's sum counts its own.
 ///
 /// # Errors
 /// For no parts, and for parts whose shapes, dtypes or devices differ.
@@ -41,7 +42,12 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
     if first.elem_count() == 0 {
         return Ok((first.clone(), lse));
     }
-    let weighted = |i: usize| parts[i].0.to_dtype(dtype)?.broadcast_mul(&weights.narrow(3, i, 1)?);
+    let weighted = |i: usize| {
+        let output = parts[i].0.to_dtype(dtype)?;
+        // Not a product with a weight of 0 alone, which is NaN for an output of NaN or infinity.
+        let is_empty = lses[i].eq(f64::NEG_INFINITY)?.broadcast_as(output.shape())?;
+        is_empty.where_cond(&output.zeros_like()?, &output)?.broadcast_mul(&weights.narrow(3, i, 1)?)
+    };
     let merged = sum_of_terms(0..parts.len(), &weighted)?;
     Ok((merged.to_dtype(first.dtype())?, lse))
 }
