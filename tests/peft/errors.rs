@@ -30,6 +30,10 @@ fn adapter_config_that_is_not_supported_is_an_error_that_names_the_option() {
         (json!({"use_dora": true}), "[peft] use_dora is true, which is not supported, expected LoRA without it"),
         (json!({"lora_bias": true}), "[peft] lora_bias is true, which is not supported, expected LoRA without it"),
         (
+            json!({"trainable_token_indices": [3, 5]}),
+            "[peft] trainable_token_indices is [3,5], which is not supported, expected LoRA without it",
+        ),
+        (
             json!({"init_lora_weights": "pissa"}),
             "[peft] init_lora_weights is \"pissa\", which changes the weights of the model too, expected an adapter of \
              unchanged weights (PEFT's `path_initial_model_for_weight_conversion` saves one)",

@@ -3,10 +3,14 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod dtypes;
 mod errors;
+mod fit;
+mod models;
 mod names;
 mod training;
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 
 use candle_attention::peft::{Adapter, AdapterConfig};
@@ -214,4 +218,22 @@ fn variable(vars: &VarMap, name: &str) -> Var {
 /// Returns an input of a call in training.
 fn in_training(xs: &Tensor) -> AttentionInput<'_> {
     AttentionInput::new(xs).with_train(true)
+}
+
+/// Returns numbers between -scale and scale in f64, which depend on the seed alone.
+fn drawn(seed: u64, dims: &[usize], scale: f64) -> Result<Tensor> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5851_f42d_4c95_7f2d;
+    let numbers = (0..dims.iter().product()).map(|_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 40) as f64 / f64::from(1 << 23) - 1.0) * scale
+    });
+    Tensor::from_vec(numbers.collect::<Vec<f64>>(), dims, &CPU)
+}
+
+/// Returns a folder with the files of an adapter.
+fn in_folder(config: &serde_json::Value, tensors: &HashMap<String, Tensor>) -> Result<tempfile::TempDir> {
+    let folder = tempfile::tempdir()?;
+    std::fs::write(folder.path().join("adapter_config.json"), config.to_string())?;
+    candle_core::safetensors::save(tensors, folder.path().join("adapter_model.safetensors"))?;
+    Ok(folder)
 }

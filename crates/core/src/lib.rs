@@ -34,8 +34,8 @@ pub mod internal {
     pub use crate::layer::LatentProjections;
     pub use crate::mask::rows_of_ones;
     pub use crate::params::{
-        AdaptableModule, AdapterMatrices, GATE_NAME, LayoutTensor, MaskBuffer, OTHER_GATE_NAME, ProjectionShape,
-        TensorSource, detect_with, nearest_layout, projection_shape, query_weights, wrapper_prefixes,
+        AdaptableModule, AdapterMatrices, GATE_NAME, LayoutTensor, MaskBuffer, OTHER_GATE_NAME, ParameterName,
+        ProjectionShape, TensorSource, detect_with, nearest_layout, projection_shape, query_weights, wrapper_prefixes,
     };
     pub use crate::sdpa::{has_relative_bias, take_alibi_slopes, without_sinks};
 }

@@ -84,7 +84,7 @@ enum Layers {
 }
 
 /// The options that change the computation and are not supported, with the values that switch them off.
-const UNSUPPORTED: [&str; 11] = [
+const UNSUPPORTED: [&str; 12] = [
     "use_dora",
     "use_qalora",
     "use_bdlora",
@@ -96,6 +96,7 @@ const UNSUPPORTED: [&str; 11] = [
     "velora_config",
     "monteclora_config",
     "target_parameters",
+    "trainable_token_indices",
 ];
 
 /// The initialisations after which the weights of the model are unchanged.
@@ -245,7 +246,7 @@ impl AdapterConfig {
         self.fields.lora_dropout
     }
 
-    /// Returns whether PEFT says that weights are stored as (in, out). The shapes of weights decide where they can.
+    /// Returns whether the option says that weights are stored as (in, out). PEFT sets it by the type of each module.
     pub(super) fn fan_in_fan_out(&self) -> bool {
         self.fields.fan_in_fan_out
     }
@@ -260,6 +261,19 @@ impl AdapterConfig {
         }
     }
 
+    /// Returns whether `target_modules` is `all-linear`, which names do not tell from other modules.
+    pub(super) fn targets_all_linear(&self) -> bool {
+        self.fields.target_modules.are_all_linear()
+    }
+
+    /// Returns `target_modules` for an error.
+    pub(super) fn targets(&self) -> String {
+        match &self.fields.target_modules {
+            Modules::Names(names) => format!("{names:?}"),
+            pattern @ Modules::Pattern(_) => format!("{:?}", pattern.names()[0]),
+        }
+    }
+
     /// Returns whether a module, by its full name in the model, has low-rank matrices.
     ///
     /// # Errors
@@ -271,7 +285,7 @@ impl AdapterConfig {
         {
             return Ok(false);
         }
-        if self.is_saved(module) || !target_modules.include(module)? {
+        if self.is_below_saved(module) || !target_modules.include(module)? {
             return Ok(false);
         }
         let layers = match (layers_to_transform, target_modules) {
@@ -291,10 +305,24 @@ impl AdapterConfig {
         self.fields.bias != AdapterBias::None || self.fields.modules_to_save.as_ref().is_some_and(|all| !all.is_empty())
     }
 
-    /// Returns whether `modules_to_save` names a module or one around it, so that the adapter has a copy of it.
-    pub(super) fn is_saved(&self, module: &str) -> bool {
-        let saved = self.fields.modules_to_save.as_deref().unwrap_or_default();
-        saved.iter().any(|name| format!(".{module}.").contains(&format!(".{name}.")))
+    fn saved(&self) -> &[String] {
+        self.fields.modules_to_save.as_deref().unwrap_or_default()
+    }
+
+    /// Returns whether `modules_to_save` names a module or one around it, in whole parts of its name, so that it has no
+    /// low-rank matrices.
+    fn is_below_saved(&self, module: &str) -> bool {
+        self.saved().iter().any(|name| format!(".{module}.").contains(&format!(".{name}.")))
+    }
+
+    /// Returns the entry of `modules_to_save` by which the adapter has a copy of a module. PEFT copies each module
+    /// whose name ends with an entry, also within a part of the name, and all that is in it.
+    pub(super) fn saved_by(&self, module: &str) -> Option<&str> {
+        let is_around = |entry: &String| {
+            let dots = module.match_indices('.').map(|(dot, _)| dot).chain([module.len()]);
+            dots.into_iter().any(|end| !entry.is_empty() && module[..end].ends_with(entry.as_str()))
+        };
+        self.saved().iter().find(|entry| is_around(entry)).map(String::as_str)
     }
 
     /// Returns the rank of a module, by its full name in the model.

@@ -2,7 +2,11 @@
 
 mod adapter;
 mod config;
+mod file;
+mod fit;
+mod load;
 mod merged;
+mod names;
 mod targets;
 mod tensors;
 

@@ -1,10 +1,11 @@
 //! Names of modules, and regular expressions for them, as PEFT compares them.
 
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, bail};
 use regex_lite::Regex;
 use serde::Deserialize;
 
 use super::OP;
+use super::names::is_end;
 
 /// PEFT's name for all linear layers but that of the head.
 const ALL_LINEAR: &str = "all-linear";
@@ -16,7 +17,22 @@ pub(super) enum Modules {
     /// The ends of names.
     Names(Vec<String>),
     /// A regular expression for whole names, or `all-linear`.
-    Pattern(String),
+    Pattern(WholeNames),
+}
+
+/// A regular expression for whole names, compiled once.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(from = "String")]
+pub(super) struct WholeNames {
+    text: String,
+    /// The expression, or the reason why it is not supported.
+    compiled: std::result::Result<Pattern, String>,
+}
+
+impl From<String> for WholeNames {
+    fn from(text: String) -> Self {
+        Self { compiled: Pattern::new(&text).map_err(|error| error.to_string()), text }
+    }
 }
 
 impl Modules {
@@ -27,26 +43,28 @@ impl Modules {
     pub fn include(&self, module: &str) -> Result<bool> {
         match self {
             Self::Names(names) => Ok(names.iter().any(|name| is_end(module, name))),
-            Self::Pattern(pattern) if pattern.eq_ignore_ascii_case(ALL_LINEAR) => Ok(true),
-            Self::Pattern(pattern) => Ok(Pattern::new(pattern)?.matches(module)),
+            Self::Pattern(_) if self.are_all_linear() => Ok(true),
+            Self::Pattern(WholeNames { compiled: Ok(pattern), .. }) => Ok(pattern.matches(module)),
+            Self::Pattern(WholeNames { compiled: Err(error), .. }) => Err(Error::msg(error)),
         }
+    }
+
+    /// Returns whether all linear layers are chosen, which names do not tell from other modules.
+    pub fn are_all_linear(&self) -> bool {
+        matches!(self, Self::Pattern(pattern) if pattern.text.eq_ignore_ascii_case(ALL_LINEAR))
     }
 
     /// Returns the names, or the pattern as one name.
     pub fn names(&self) -> &[String] {
         match self {
             Self::Names(names) => names,
-            Self::Pattern(pattern) => std::slice::from_ref(pattern),
+            Self::Pattern(pattern) => std::slice::from_ref(&pattern.text),
         }
     }
 }
 
-/// Returns whether a name is another or ends with it, in whole parts between dots.
-fn is_end(name: &str, end: &str) -> bool {
-    name.strip_suffix(end).is_some_and(|before| before.is_empty() || before.ends_with('.'))
-}
-
 /// A regular expression that has to match a whole name.
+#[derive(Debug, Clone)]
 pub(super) struct Pattern(Regex);
 
 impl Pattern {

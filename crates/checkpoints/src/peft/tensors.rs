@@ -1,46 +1,19 @@
 //! The tensors of an adapter, by PEFT's names: from a file, or variables.
 
-use std::collections::BTreeMap;
-use std::sync::PoisonError;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 use candle_nn::{Init, VarBuilder, VarMap};
 
 use super::OP;
+use super::file::FileTensors;
+use super::names::{DEFAULT_NAME, Matrix, PREFIX};
 use crate::files::Checkpoint;
 use candle_attention_modules::base::{LINEAR_WEIGHT, ParameterReader, has};
 
-/// The prefix of the model's names in an adapter's files.
-const PREFIX: &str = "base_model.model.";
-
-/// PEFT's usual name of an adapter, which is not in the names of the adapter's own files.
-const DEFAULT_NAME: &str = "default";
-
-/// A low-rank matrix of a module.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Matrix {
-    /// A, (r, in).
-    A,
-    /// B, (out, r).
-    B,
-}
-
-impl Matrix {
-    fn name(self) -> &'static str {
-        match self {
-            Self::A => "lora_A",
-            Self::B => "lora_B",
-        }
-    }
-
-    /// Returns the initialisation of a new adapter: that of `nn.Linear` for A, zeros for B.
-    fn init(self) -> Init {
-        match self {
-            Self::A => LINEAR_WEIGHT,
-            Self::B => Init::Const(0.0),
-        }
-    }
-}
+/// The names of tensors that were used or made.
+type Names = Arc<Mutex<BTreeSet<String>>>;
 
 /// The tensors of an adapter.
 #[derive(Clone)]
@@ -48,30 +21,100 @@ pub(super) struct AdapterTensors {
     vb: VarBuilder<'static>,
     /// The variables, if the adapter is trained.
     vars: Option<VarMap>,
+    /// The names in the file, if the adapter was opened.
+    pub file: Option<Arc<FileTensors>>,
+    /// The tensors that layers and builders have read, by all copies of the adapter.
+    used: Names,
+    /// The variables that the file does not have.
+    made: Names,
+}
+
+/// The names of a module's matrices, as far as they are there.
+pub(super) struct MatrixNames {
+    pub a: Option<String>,
+    pub b: Option<String>,
+}
+
+impl MatrixNames {
+    /// Returns the name of a matrix that is there.
+    pub fn any(&self) -> Option<&String> {
+        self.a.as_ref().or(self.b.as_ref())
+    }
+}
+
+/// The adapter's own value of a parameter, where the options say that it has one.
+pub(super) struct RequiredParameter {
+    /// The option that says so.
+    pub reason: String,
+    /// Whether the file has other parameters for the same reason, so that this one is missing.
+    pub is_mentioned: bool,
 }
 
 impl AdapterTensors {
     /// Returns the tensors of a builder at the root of an adapter's file.
     pub fn of_builder(vb: VarBuilder<'static>) -> Self {
-        Self { vb, vars: None }
+        Self { vb, vars: None, file: None, used: Names::default(), made: Names::default() }
+    }
+
+    /// Returns the tensors of a file.
+    ///
+    /// # Errors
+    /// For a tensor that is not of LoRA, and for a matrix without its other one.
+    pub fn of_file(checkpoint: &Checkpoint, dtype: DType, device: &Device) -> Result<Self> {
+        let file = FileTensors::new(checkpoint.shapes().map(|(name, _)| name.to_string()))?;
+        Ok(Self { file: Some(Arc::new(file)), ..Self::of_builder(checkpoint.var_builder(dtype, device)?) })
     }
 
     /// Returns variables, which are made when a layer asks for them.
     pub fn of_vars(vars: &VarMap, dtype: DType, device: &Device) -> Self {
-        Self { vb: VarBuilder::from_varmap(vars, dtype, device), vars: Some(vars.clone()) }
+        Self { vars: Some(vars.clone()), ..Self::of_builder(VarBuilder::from_varmap(vars, dtype, device)) }
     }
 
-    /// Returns whether missing tensors are made.
-    pub fn makes_variables(&self) -> bool {
+    /// Adds the tensors of a file to variables, under the names in which PEFT writes them, and returns the variables.
+    ///
+    /// # Errors
+    /// As [`of_file`](Self::of_file), and for a tensor that has two names in the file.
+    pub fn of_opened_vars(checkpoint: &Checkpoint, vars: &VarMap, dtype: DType, device: &Device) -> Result<Self> {
+        let stored = Self::of_file(checkpoint, dtype, device)?;
+        let mut opened = BTreeMap::new();
+        for (name, _) in checkpoint.shapes() {
+            let usual = usual_name(name);
+            let var = Var::from_tensor(&stored.vb.get_unchecked(name)?)?;
+            if opened.insert(usual.clone(), var).is_some() {
+                bail!("[{OP}] {name} is in the file, and so is {usual}, expected one name for each tensor")
+            }
+        }
+        let file = FileTensors::new(opened.keys().cloned())?;
+        vars.data().lock().unwrap_or_else(PoisonError::into_inner).extend(opened);
+        Ok(Self { file: Some(Arc::new(file)), ..Self::of_vars(vars, dtype, device) })
+    }
+
+    /// Returns whether the adapter is new: all its tensors are variables that are made when a layer asks for them.
+    pub fn is_new(&self) -> bool {
+        self.vars.is_some() && self.file.is_none()
+    }
+
+    /// Returns whether tensors are variables.
+    pub fn are_variables(&self) -> bool {
         self.vars.is_some()
     }
 
-    /// Returns the name of a module's matrix, if it is there.
-    fn find(&self, module: &str, matrix: Matrix) -> Option<String> {
+    fn has(&self, name: &str) -> bool {
+        self.vb.contains_tensor(name) && has(&self.vb, name)
+    }
+
+    /// Returns the name under which a tensor of a module is there: with the prefix of the model or without, with the
+    /// name of the adapter or without. `leaf` is the end of the name, which may be empty.
+    fn find(&self, module: &str, part: &str, leaf: &str) -> Option<String> {
         for prefix in [PREFIX, ""] {
-            for end in ["weight".to_string(), format!("{DEFAULT_NAME}.weight")] {
-                let name = format!("{prefix}{module}.{}.{end}", matrix.name());
-                if has(&self.vb, &name) {
+            for adapter in ["", DEFAULT_NAME] {
+                let mut name = format!("{prefix}{module}.{part}");
+                for end in [adapter, leaf] {
+                    if !end.is_empty() {
+                        name = format!("{name}.{end}");
+                    }
+                }
+                if self.has(&name) {
                     return Some(name);
                 }
             }
@@ -79,55 +122,125 @@ impl AdapterTensors {
         None
     }
 
-    /// Returns whether a module has embedding matrices.
-    pub fn has_embedding(&self, module: &str) -> bool {
-        [PREFIX, ""].iter().any(|prefix| has(&self.vb, &format!("{prefix}{module}.lora_embedding_A")))
+    /// Returns the names of a module's matrices.
+    pub fn matrix_names(&self, module: &str) -> MatrixNames {
+        let find = |matrix: Matrix| self.find(module, matrix.name(), "weight");
+        MatrixNames { a: find(Matrix::A), b: find(Matrix::B) }
     }
 
-    /// Returns the name of a module's A, if it is there.
-    pub fn name_of_matrix(&self, module: &str) -> Option<String> {
-        self.find(module, Matrix::A)
+    /// Returns the names of the matrices of an embedding.
+    pub fn embedding_names(&self, module: &str) -> MatrixNames {
+        let find = |matrix: Matrix| self.find(module, matrix.embedding_name(), "");
+        MatrixNames { a: find(Matrix::A), b: find(Matrix::B) }
     }
 
-    /// Returns a matrix of a module.
+    /// Returns the name of a tensor of a module that belongs to an option of PEFT that is not supported. A file was
+    /// checked when it was opened.
+    pub fn unsupported(&self, module: &str) -> Option<String> {
+        let parts = [("lora_magnitude_vector", ""), ("lora_magnitude_vector", "weight"), ("lora_B", "bias")];
+        parts.iter().find_map(|(part, leaf)| self.find(module, part, leaf))
+    }
+
+    /// Returns whether the tensors are a state dict of a whole model, where a module has its own weight too.
+    pub fn has_base_weight(&self, module: &str) -> bool {
+        [PREFIX, ""].iter().any(|prefix| self.vb.contains_tensor(&format!("{prefix}{module}.base_layer.weight")))
+    }
+
+    /// Returns the name of the adapter's own value of a parameter of the model, by its full name, if it is there.
+    pub fn parameter_name(&self, name: &str) -> Option<String> {
+        let (module, leaf) = name.rsplit_once('.')?;
+        let trained = format!("{module}.modules_to_save.{DEFAULT_NAME}.{leaf}");
+        let adapted = format!("{module}.base_layer.{leaf}");
+        let own = [adapted, trained, name.to_string()];
+        let mut names: Vec<_> = own.iter().map(|own| format!("{PREFIX}{own}")).collect();
+        // Variables without the prefix belong to the model.
+        if self.vars.is_none() {
+            names.extend(own);
+        }
+        names.into_iter().find(|candidate| self.vb.contains_tensor(candidate))
+    }
+
+    /// Returns a matrix of a module, under the name that it has or is to have.
     ///
     /// # Errors
     /// For a missing or misshapen tensor, named with both shapes.
-    pub fn matrix(&self, module: &str, matrix: Matrix, shape: (usize, usize)) -> Result<Tensor> {
-        let usual = || format!("{PREFIX}{module}.{}.weight", matrix.name());
-        let name = self.find(module, matrix).unwrap_or_else(usual);
-        self.read(shape, &name, matrix.init())
+    pub fn matrix(&self, name: &str, matrix: Matrix, shape: (usize, usize)) -> Result<Tensor> {
+        let init = match matrix {
+            // A begins as the weight of `nn.Linear`.
+            Matrix::A => LINEAR_WEIGHT,
+            Matrix::B => Init::Const(0.0),
+        };
+        if self.vars.is_some() && !self.has(name) {
+            lock(&self.made).insert(name.to_string());
+        }
+        self.read(shape, name, init)
     }
 
     /// Reads a tensor, or makes the variable if it is trained and not there.
     fn read(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
+        lock(&self.used).insert(name.to_string());
         ParameterReader::new(OP, "PEFT", self.vb.clone())?.get(shape, name, init)
     }
 
-    /// Returns the adapter's own value of a parameter of the model, such as a bias. `name` is its full name. Where
-    /// variables are trained, the variable is made from `current`.
+    /// Returns the adapter's own value of a parameter, under the name that it has.
     ///
     /// # Errors
-    /// For a tensor of another shape than the parameter's.
-    pub fn replacement(&self, name: &str, current: &Tensor, is_adapted: bool) -> Result<Option<Tensor>> {
-        let Some((module, leaf)) = name.rsplit_once('.') else { return Ok(None) };
-        let adapted_name = format!("{PREFIX}{module}.base_layer.{leaf}");
-        let plain_name = format!("{PREFIX}{name}");
-        if let Some(vars) = &self.vars {
-            let key = if is_adapted { adapted_name } else { plain_name };
-            let mut all = vars.data().lock().unwrap_or_else(PoisonError::into_inner);
-            if !all.contains_key(&key) {
-                all.insert(key.clone(), Var::from_tensor(&current.to_dtype(self.vb.dtype())?.detach())?);
-            }
-            drop(all);
-            return self.read(current.dims(), &key, Init::Const(0.0)).map(Some);
+    /// For a tensor of another shape.
+    pub fn parameter(&self, stored: &str, shape: &Shape) -> Result<Tensor> {
+        self.read(shape.clone(), stored, Init::Const(0.0))
+    }
+
+    /// Returns the adapter's own value of a parameter of the model, by its full name, if it has one. Where variables
+    /// are trained, the variable of a required value is made from `current` if there is none.
+    ///
+    /// # Errors
+    /// For a tensor of another shape than the parameter's, and for a required one that is not there.
+    pub fn replacement(
+        &self,
+        name: &str,
+        current: &Tensor,
+        is_adapted: bool,
+        required: Option<RequiredParameter>,
+    ) -> Result<Option<Tensor>> {
+        if let Some(found) = self.parameter_name(name) {
+            return self.read(current.dims(), &found, Init::Const(0.0)).map(Some);
         }
-        let trained = format!("{module}.modules_to_save.{DEFAULT_NAME}.{leaf}");
-        let names = [adapted_name, format!("{PREFIX}{trained}"), plain_name, trained];
-        match names.iter().find(|candidate| self.vb.contains_tensor(candidate)) {
-            Some(found) => self.read(current.dims(), found, Init::Const(0.0)).map(Some),
-            None => Ok(None),
-        }
+        let Some(RequiredParameter { reason, is_mentioned }) = required else { return Ok(None) };
+        let usual = match name.rsplit_once('.') {
+            Some((module, leaf)) if is_adapted => format!("{PREFIX}{module}.base_layer.{leaf}"),
+            _ => format!("{PREFIX}{name}"),
+        };
+        let Some(vars) = self.vars.as_ref().filter(|_| !is_mentioned) else {
+            let other = self.file.as_ref().and_then(|file| file.parameter_like(name));
+            let hint = other.map(|other| format!("; the file has {other}")).unwrap_or_default();
+            bail!("[{OP}] {reason}, expected {usual} of shape {:?}, which is missing{hint}", current.dims())
+        };
+        let var = Var::from_tensor(&current.to_dtype(self.vb.dtype())?.to_device(self.vb.device())?.detach())?;
+        vars.data().lock().unwrap_or_else(PoisonError::into_inner).insert(usual.clone(), var);
+        lock(&self.made).insert(usual.clone());
+        self.read(current.dims(), &usual, Init::Const(0.0)).map(Some)
+    }
+
+    /// Returns whether a tensor was read.
+    pub fn is_used(&self, name: &str) -> bool {
+        lock(&self.used).contains(name)
+    }
+
+    /// Returns the tensors of the file that nothing has read.
+    ///
+    /// # Errors
+    /// For an adapter that was not opened from a file, whose names are not known.
+    pub fn unused(&self) -> Result<Vec<String>> {
+        let Some(file) = &self.file else {
+            bail!("[{OP}] the names of the tensors are not known, expected an adapter that was opened from a file")
+        };
+        let used = lock(&self.used);
+        Ok(file.names().filter(|name| !used.contains(*name)).map(str::to_string).collect())
+    }
+
+    /// Returns the variables that were made, since the file does not have them.
+    pub fn made(&self) -> Vec<String> {
+        lock(&self.made).iter().cloned().collect()
     }
 
     /// Returns the tensors to save, by name.
@@ -148,17 +261,8 @@ impl AdapterTensors {
     }
 }
 
-/// Adds the tensors of an adapter's file to variables, under the names in which PEFT writes them.
-///
-/// # Errors
-/// If a tensor cannot be read.
-pub(super) fn add_variables(checkpoint: &Checkpoint, vars: &VarMap, dtype: DType, device: &Device) -> Result<()> {
-    let vb = checkpoint.var_builder(dtype, device)?;
-    for (name, _) in checkpoint.shapes() {
-        let var = Var::from_tensor(&vb.get_unchecked(name)?)?;
-        vars.data().lock().unwrap_or_else(PoisonError::into_inner).insert(usual_name(name), var);
-    }
-    Ok(())
+fn lock(names: &Names) -> MutexGuard<'_, BTreeSet<String>> {
+    names.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns a name with the prefix of the model and without the name of the adapter.
@@ -167,6 +271,10 @@ fn usual_name(name: &str) -> String {
     let mut usual = own.to_string();
     for matrix in [Matrix::A, Matrix::B] {
         usual = usual.replace(&format!(".{}.{DEFAULT_NAME}.", matrix.name()), &format!(".{}.", matrix.name()));
+        let embedding = format!(".{}", matrix.embedding_name());
+        if let Some(module) = usual.strip_suffix(&format!("{embedding}.{DEFAULT_NAME}")) {
+            usual = format!("{module}{embedding}");
+        }
     }
     format!("{PREFIX}{}", usual.replace(&format!(".modules_to_save.{DEFAULT_NAME}."), "."))
 }

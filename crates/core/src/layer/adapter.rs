@@ -1,46 +1,77 @@
 //! Low-rank adapters (LoRA) of a layer: loaded, merged into the weights, and unloaded.
 
-use std::collections::HashMap;
-
 use candle_core::{Result, Tensor, bail};
-use candle_nn::VarBuilder;
 
-use super::shard::specs;
 use super::{MultiHeadAttention, OP};
-use crate::params::{AdaptableModule, AdapterMatrices, WeightLayout, load_projections, module_weights, state_dict};
-use candle_attention_modules::base::{HeadCounts, ParameterList, ParameterReader};
+use crate::params::{
+    AdaptableModule, AdapterMatrices, ParameterName, Replacement, WeightLayout, module_weights, replaced_rows,
+};
+use candle_attention_modules::base::{Expect, LowRankUpdate, ParameterList};
 use candle_attention_modules::linear::Projections;
 
 /// The adapter of a layer, and the layer without it.
 #[derive(Debug, Clone)]
 pub(super) struct LoadedAdapter {
-    /// The projections without the adapter.
-    base_projections: Projections,
-    /// The other parameters without the adapter.
-    base_parameters: ParameterList,
-    /// The projections with weights and adapter apart, while the layer has merged weights.
-    unmerged: Option<Projections>,
+    /// The layer without the adapter.
+    base: Weights,
+    /// The layer with weights and adapter apart, while the layer has merged weights.
+    unmerged: Option<Weights>,
+}
+
+/// The projections and the other parameters of a layer.
+#[derive(Debug, Clone)]
+struct Weights {
+    projections: Projections,
+    parameters: ParameterList,
+}
+
+impl Weights {
+    fn freeze(&self) -> Result<Self> {
+        Ok(Self { projections: self.projections.freeze()?, parameters: self.parameters.freeze()? })
+    }
+}
+
+/// A linear layer of content-based positions that adapters may change.
+struct PositionModule {
+    module: AdaptableModule,
+    /// This crate's name of the weight.
+    weight: &'static str,
 }
 
 impl LoadedAdapter {
     /// Returns a copy with the current values of variables.
     pub fn freeze(&self) -> Result<Self> {
-        Ok(Self {
-            base_projections: self.base_projections.freeze()?,
-            base_parameters: self.base_parameters.freeze()?,
-            unmerged: self.unmerged.as_ref().map(Projections::freeze).transpose()?,
-        })
+        Ok(Self { base: self.base.freeze()?, unmerged: self.unmerged.as_ref().map(Weights::freeze).transpose()? })
     }
 }
 
 impl MultiHeadAttention {
-    /// Returns the modules of a layout that an adapter may change.
+    /// Returns the modules of a layout that an adapter may change: projections, and linear layers of content-based
+    /// positions.
     ///
     /// # Errors
     /// For a config that does not fit the layout, and for a layout without linear layers for whole projections.
     #[doc(hidden)]
     pub fn adaptable_modules(&self, layout: WeightLayout) -> Result<Vec<AdaptableModule>> {
-        Ok(module_weights(OP, &self.config, layout)?.into_iter().map(|weight| weight.module).collect())
+        let projections = module_weights(OP, &self.config, layout)?.into_iter().map(|weight| weight.module);
+        Ok(projections.chain(self.position_modules()?.into_iter().map(|own| own.module)).collect())
+    }
+
+    /// Returns the linear layers of content-based positions, under the names that they have in the file of the layer.
+    fn position_modules(&self) -> Result<Vec<PositionModule>> {
+        let mut modules = Vec::new();
+        let Some(positions) = self.config.content_positions() else { return Ok(modules) };
+        for &weight in positions.linear_weights() {
+            let stored = self.parameters.stored_name(weight).and_then(|stored| stored.strip_suffix(".weight"));
+            if let (Some(stored), Some(current)) = (stored, self.parameters.tensor(weight)?) {
+                let (outputs, inputs) = current.dims2()?;
+                modules.push(PositionModule {
+                    module: AdaptableModule { name: stored.to_string(), other_name: None, outputs, inputs },
+                    weight,
+                });
+            }
+        }
+        Ok(modules)
     }
 
     /// Adds an adapter to modules of a layout: `read` returns the matrices of a module, if the adapter has some.
@@ -60,28 +91,44 @@ impl MultiHeadAttention {
                 layer.projections = layer.projections.with_update(&weight.split(&matrices))?;
             }
         }
+        for PositionModule { module, weight } in self.position_modules()? {
+            if let Some(AdapterMatrices { a, b, scaling, dropout }) = read(&module)? {
+                layer.start_adapter();
+                layer.parameters = layer.parameters.with_update(weight, LowRankUpdate { a, b, scaling, dropout })?;
+            }
+        }
         layer.rebuilt()
     }
 
-    /// Replaces parameters by the parameters of an adapter, such as its biases. `replacement` receives the name of a
-    /// parameter in the layout and its current value, and returns the new value, if there is one.
+    /// Replaces parameters by the parameters of an adapter, such as its biases. `replacement` receives the names of a
+    /// parameter and its current value, and returns the new value, if there is one. The layer computes in
+    /// its own dtype; a variable of another dtype is read in every call.
     ///
     /// # Errors
-    /// If the layout cannot store the layer, for a replacement of another shape, and the errors of `replacement`.
+    /// As [`adaptable_modules`](Self::adaptable_modules), for a replacement of another shape or on another device, and
+    /// the errors of `replacement`.
     #[doc(hidden)]
     pub fn with_replaced_parameters(
         &self,
         layout: WeightLayout,
-        mut replacement: impl FnMut(&str, &Tensor) -> Result<Option<Tensor>>,
+        mut replacement: impl FnMut(&ParameterName, &Tensor) -> Result<Option<Tensor>>,
     ) -> Result<Self> {
-        let base = self.unload_adapter()?;
-        let linears = base.projections.to_linears()?;
-        let mut tensors = HashMap::new();
-        let mut is_changed = false;
-        for (name, tensor) in state_dict(&base.config, layout, &linears)?.into_iter().chain(base.parameters.named()?) {
-            let replaced = replacement(&name, &tensor)?;
-            is_changed |= replaced.is_some();
-            tensors.insert(name, replaced.unwrap_or(tensor));
+        // Layouts of no linear layers are refused before a bias is read.
+        module_weights(OP, &self.config, layout)?;
+        let mut layer = self.unload_adapter()?;
+        let replacement: &mut Replacement = &mut |name, current| {
+            let Some(values) = replacement(name, current)? else { return Ok(None) };
+            Expect::one(OP, &name.name, &values).sizes(current.dims())?.same_device("the weights", current.device())?;
+            Ok(Some(values))
+        };
+        let replaced = replaced_rows(OP, &layer.config, layout, &layer.projections, replacement)?;
+        let mut parameters = layer.parameters.clone();
+        let mut is_changed = !replaced.is_empty();
+        for own in layer.parameters.stored()? {
+            if let Some(values) = replacement(&ParameterName { name: own.stored, other: None }, &own.tensor)? {
+                parameters.replace(&own.name, own.row, values)?;
+                is_changed = true;
+            }
         }
         if !is_changed {
             return Ok(self.clone());
@@ -89,24 +136,20 @@ impl MultiHeadAttention {
         if self.adapter.is_some() {
             bail!("[{OP}] the layer has an adapter already, expected at most one with biases or whole modules")
         }
-        let heads = HeadCounts { query: self.config.num_heads(), key: self.config.num_kv_heads() };
-        let vb = VarBuilder::from_tensors(tensors, base.projections.dtype, &base.projections.device);
-        let reader = ParameterReader::new(OP, layout, vb)?.with_heads(heads)?;
-        let mut layer = base.clone();
         layer.start_adapter();
-        layer.projections = load_projections(&self.config, layout, &reader)?;
-        layer.with_parameters(ParameterList::load(&specs(&self.config, &reader)?, &reader)?)
+        layer.projections = layer.projections.with_replaced(&replaced)?;
+        layer.with_parameters(parameters)
     }
 
     /// Notes the layer as it is before the first adapter.
     fn start_adapter(&mut self) {
         if self.adapter.is_none() {
-            self.adapter = Some(LoadedAdapter {
-                base_projections: self.projections.clone(),
-                base_parameters: self.parameters.clone(),
-                unmerged: None,
-            });
+            self.adapter = Some(LoadedAdapter { base: self.weights(), unmerged: None });
         }
+    }
+
+    fn weights(&self) -> Weights {
+        Weights { projections: self.projections.clone(), parameters: self.parameters.clone() }
     }
 
     /// Returns the layer with what it derives from its projections, such as vectors of distances, computed anew.
@@ -133,10 +176,11 @@ impl MultiHeadAttention {
     #[doc(alias = "lora")]
     pub fn merge_adapter(&self) -> Result<Self> {
         let Some(adapter) = &self.adapter else { bail!("[{OP}] there is no adapter to merge") };
-        let unmerged = adapter.unmerged.as_ref().unwrap_or(&self.projections);
-        let projections = unmerged.merge()?;
-        let adapter = Some(LoadedAdapter { unmerged: Some(unmerged.clone()), ..adapter.clone() });
-        Self { projections, adapter, ..self.clone() }.rebuilt()
+        let unmerged = adapter.unmerged.clone().unwrap_or_else(|| self.weights());
+        let projections = unmerged.projections.merge()?;
+        let parameters = unmerged.parameters.merge()?;
+        let adapter = Some(LoadedAdapter { unmerged: Some(unmerged), ..adapter.clone() });
+        Self { projections, adapter, ..self.clone() }.with_parameters(parameters)
     }
 
     /// Returns a copy whose adapter is not merged: the original weights, and the matrices of the adapter. Nothing is
@@ -150,8 +194,8 @@ impl MultiHeadAttention {
         let Some(unmerged) = layer.adapter.as_mut().and_then(|adapter| adapter.unmerged.take()) else {
             return Ok(layer);
         };
-        layer.projections = unmerged;
-        layer.rebuilt()
+        layer.projections = unmerged.projections;
+        layer.with_parameters(unmerged.parameters)
     }
 
     /// Returns a layer without an adapter whose weights include its current values, for inference or to
@@ -171,8 +215,8 @@ impl MultiHeadAttention {
     #[doc(alias = "unload")]
     pub fn unload_adapter(&self) -> Result<Self> {
         let Some(adapter) = &self.adapter else { return Ok(self.clone()) };
-        let projections = adapter.base_projections.clone();
-        Self { projections, adapter: None, ..self.clone() }.with_parameters(adapter.base_parameters.clone())
+        let Weights { projections, parameters } = adapter.base.clone();
+        Self { projections, adapter: None, ..self.clone() }.with_parameters(parameters)
     }
 
     /// Refuses to return the weights of a layer with an adapter.

@@ -5,16 +5,19 @@ use std::sync::Once;
 use candle_core::{Result, Tensor, bail};
 
 use super::layout::WeightLayout;
+use super::other_name;
 use super::tensors::{ProjectionTensor, projection_tensors};
 use crate::config::MultiHeadAttentionConfig;
 use candle_attention_modules::base::{ParameterReader, StoredDims};
-use candle_attention_modules::linear::{ByProjection, LoraMatrices};
+use candle_attention_modules::linear::{ByProjection, LoraMatrices, Projections, ReplacedRows};
 
 /// A linear layer of a checkpoint that computes one projection or several, and that an adapter may change.
 #[derive(Debug, Clone)]
 pub struct AdaptableModule {
     /// The name of the module below the attention module.
     pub name: String,
+    /// The other name that some models have for it.
+    pub other_name: Option<String>,
     /// The number of outputs.
     pub outputs: usize,
     /// The number of inputs.
@@ -51,6 +54,43 @@ impl ModuleWeight {
             dropout: matrices.dropout,
         }
     }
+}
+
+/// The names that a parameter may have below the attention module.
+#[derive(Debug, Clone)]
+pub struct ParameterName {
+    /// The name in the layout.
+    pub name: String,
+    /// The other name that some models have for it, as `q_bias` for `query.bias`.
+    pub other: Option<String>,
+}
+
+/// Returns other values of a parameter, by its name and its current values; `None` where it stays as it is.
+pub(crate) type Replacement<'a> = dyn FnMut(&ParameterName, &Tensor) -> Result<Option<Tensor>> + 'a;
+
+/// Returns the rows of projections for which `replacement` has other values. Variables among them are read in every
+/// call.
+///
+/// # Errors
+/// For a config that does not fit the layout, for a module of the caller, and the errors of `replacement`.
+pub(crate) fn replaced_rows(
+    op: &str,
+    cfg: &MultiHeadAttentionConfig,
+    layout: WeightLayout,
+    projections: &Projections,
+    replacement: &mut Replacement,
+) -> Result<ByProjection<ReplacedRows>> {
+    let linears = projections.to_linears()?;
+    let mut replaced = ByProjection::new();
+    for tensor in projection_tensors(op, cfg, layout, 0..cfg.num_heads())? {
+        let Some(current) = tensor.join(&linears)? else { continue };
+        let name = tensor.tensor.spec.name.clone();
+        let other = other_name(&name);
+        if let Some(values) = replacement(&ParameterName { name, other }, &current)? {
+            tensor.replace(values, projections.dtype, &mut replaced)?;
+        }
+    }
+    Ok(replaced)
 }
 
 /// Logs a warning, once in a process, if the file has a PEFT adapter for the module of a weight: the weight alone is
@@ -93,7 +133,9 @@ pub(crate) fn module_weights(
             (StoredDims::OutIn, &[outputs, inputs]) | (StoredDims::InOut, &[inputs, outputs]) => (outputs, inputs),
             (_, shape) => bail!("[{op}] {} has shape {shape:?}, expected a matrix", spec.stored),
         };
-        let module = AdaptableModule { name: name.to_string(), outputs, inputs };
+        let other = other_name(&spec.stored);
+        let other_name = other.and_then(|other| other.strip_suffix(".weight").map(str::to_string));
+        let module = AdaptableModule { name: name.to_string(), other_name, outputs, inputs };
         modules.push(ModuleWeight { module, weight });
     }
     Ok(modules)

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::{Init, Linear};
 
 use super::layout::{QkvOrder, WeightLayout};
@@ -13,7 +13,7 @@ use candle_attention_modules::base::{
     StoredDims, linear_bias,
 };
 use candle_attention_modules::gate::{GateLayout, OutputGate};
-use candle_attention_modules::linear::{ByProjection, Projection};
+use candle_attention_modules::linear::{ByProjection, Projection, ReplacedRows};
 
 use Projection::{Gate, Key, Output, Query, Value};
 
@@ -41,6 +41,22 @@ impl ProjectionTensor {
             parts.push(whole.narrow(0, first, rows.count)?);
         }
         self.tensor.join(&parts).map(Some)
+    }
+}
+
+impl ProjectionTensor {
+    /// Sets the rows of each projection that another value of the tensor, as stored, has. The layer computes in
+    /// `dtype`; a variable of another dtype is read in every call.
+    pub fn replace(&self, values: Tensor, dtype: DType, replaced: &mut ByProjection<ReplacedRows>) -> Result<()> {
+        for (projection, rows) in self.projections.iter().zip(self.tensor.rows_of_values(values, dtype)?) {
+            let own = replaced.entry(*projection).or_default();
+            if self.is_bias {
+                own.bias = Some(rows);
+            } else {
+                own.weight = Some(rows);
+            }
+        }
+        Ok(())
     }
 }
 

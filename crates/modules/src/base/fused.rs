@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use super::parameters::{Parameter, Piece, Reordering};
 use super::query_heads::QueryHeadOrder;
@@ -80,7 +80,7 @@ impl FusedTensor {
             let range = start / self.groups..(start + part.count) / self.groups;
             let reordered = (part.heads == Some(Heads::Query) && !is_grouped)
                 .then_some(Reordering { order: self.query_heads, dim: 0 });
-            let piece = Piece { tensor: tensor.clone(), groups: self.groups, range, reordered };
+            let piece = Piece { tensor: tensor.clone(), groups: self.groups, range, reordered, dtype: tensor.dtype() };
             parameters.push(Parameter::from(piece));
             start += part.count;
         }
@@ -94,20 +94,48 @@ impl FusedTensor {
         let is_of_heads = matches!(self.spec.share, Some(Share::Heads { .. }));
         let reordered = (is_of_heads && self.query_heads != QueryHeadOrder::Grouped)
             .then_some(Reordering { order: self.query_heads, dim: 1 });
-        Parameter::from(Piece { range: 0..matrix.dims()[0], groups: 1, tensor: matrix.clone(), reordered })
+        Parameter::from(Piece {
+            range: 0..matrix.dims()[0],
+            groups: 1,
+            tensor: matrix.clone(),
+            reordered,
+            dtype: matrix.dtype(),
+        })
     }
 
     /// Returns all rows of this rank's columns, where columns belong to heads in another order.
     fn read_reordered_columns(&self, heads: Heads, reader: &ParameterReader) -> Result<Parameter> {
         let whole = self.rows_of(reader.read(&ParameterSpec { share: None, ..self.spec.clone() })?)?;
-        let (rows, columns) = whole.dims2()?;
-        let reordered = Some(Reordering { order: self.query_heads, dim: 1 });
-        let parameter = Parameter::from(Piece { tensor: whole, groups: 1, range: 0..rows, reordered });
+        let columns = whole.dim(1)?;
+        let parameter = self.reordered_columns(whole)?;
         if reader.shard == HeadShard::WHOLE {
             return Ok(parameter);
         }
         let own = reader.own_range(heads, columns);
         Ok(parameter.tensor()?.narrow(1, own.start, own.len())?.force_contiguous()?.into())
+    }
+
+    /// Returns a weight (rows, columns) with its columns in this crate's order of heads.
+    fn reordered_columns(&self, weight: Tensor) -> Result<Parameter> {
+        let rows = weight.dim(0)?;
+        let reordered = Some(Reordering { order: self.query_heads, dim: 1 });
+        Ok(Parameter::from(Piece { dtype: weight.dtype(), tensor: weight, groups: 1, range: 0..rows, reordered }))
+    }
+
+    /// Returns the rows of each projection, in a dtype, of other values of the whole tensor, as stored. A variable is
+    /// read whenever a row is read.
+    ///
+    /// # Errors
+    /// If a tensor that is not tracked for gradients cannot be converted.
+    pub fn rows_of_values(&self, stored: Tensor, dtype: DType) -> Result<Vec<Parameter>> {
+        let rows = self.rows_of(stored)?;
+        let all = match self.spec.share {
+            Some(Share::Heads { .. }) if self.query_heads != QueryHeadOrder::Grouped && rows.rank() == 2 => {
+                vec![self.reordered_columns(rows)?]
+            }
+            _ => self.split_rows(&rows),
+        };
+        all.into_iter().map(|parameter| parameter.in_dtype(dtype)).collect()
     }
 
     /// Returns a stored tensor as (rows, ..).

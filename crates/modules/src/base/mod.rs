@@ -4,8 +4,10 @@
 mod expect;
 mod fused;
 mod graph;
+mod low_rank;
 mod nearest;
 mod optional_ref;
+mod parameter_list;
 mod parameters;
 mod query_heads;
 mod reader;
@@ -21,9 +23,11 @@ pub use expect::{
 };
 pub use fused::{FusedRows, FusedTensor, StoredDims};
 pub use graph::{IntoStorage, gradient_of, is_linked, record, record_two, reshape_linked, transpose_linked};
+pub use low_rank::LowRankUpdate;
 pub use nearest::{did_you_mean, edits, nearest};
 pub use optional_ref::OptionalRef;
-pub use parameters::{Parameter, ParameterList, WeightAndBias, frozen, part, save, variables_without_gradient};
+pub use parameter_list::{ParameterList, StoredParameter};
+pub use parameters::{Parameter, WeightAndBias, frozen, part, save, variables_without_gradient};
 pub use query_heads::QueryHeadOrder;
 pub use reader::{
     DRAWN_THEN_ZEROED, LINEAR_WEIGHT, ParameterReader, SCALES, has, linear_bias, missing_tensor_hint, moved_names,

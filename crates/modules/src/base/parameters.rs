@@ -1,4 +1,4 @@
-//! The parameters of a layer, listed once: loading, freezing, saving and tensor parallelism go by this list.
+//! Parameters of a layer: rows of tensors, which training may change.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -6,45 +6,11 @@ use std::path::Path;
 use std::sync::PoisonError;
 
 use candle_core::backprop::GradStore;
-use candle_core::{Error, Result, Tensor};
+use candle_core::{DType, Error, Result, Tensor};
 use candle_nn::{Linear, VarMap};
 
 use super::query_heads::QueryHeadOrder;
-use super::reader::{ParameterReader, root};
-use super::shard::Share;
-use super::spec::ParameterSpec;
-
-/// Reads a parameter; `None` for one that the config does not ask for.
-fn load(spec: &ParameterSpec, reader: &ParameterReader) -> Result<Option<Parameter>> {
-    match spec.stored.split_once("{}") {
-        Some((before, after)) => load_entries(spec, reader, |entry| format!("{before}{entry}{after}")),
-        None => Ok(reader.read_requested(spec)?.map(Parameter::from)),
-    }
-}
-
-/// Reads a parameter whose entries of the first dimension are separate tensors, under the names that `name` returns;
-/// `None` for one that the config does not ask for.
-fn load_entries(
-    spec: &ParameterSpec,
-    reader: &ParameterReader,
-    name: impl Fn(usize) -> String,
-) -> Result<Option<Parameter>> {
-    let count = spec.shape[0];
-    if let Some(why) = spec.refused {
-        reader.refuse((0..count).map(name), why)?;
-        return Ok(None);
-    }
-    let own = match spec.share {
-        Some(Share::Heads { heads, dim: 0 }) => reader.own_range(heads, count),
-        _ => 0..count,
-    };
-    let mut entries = Vec::new();
-    for entry in own {
-        entries.push(Parameter::from(reader.get(&spec.shape[1..], &name(entry), spec.init)?.unsqueeze(0)?));
-    }
-    let parameter: Parameter = entries.into_iter().collect();
-    Ok(Some(if parameter.is_tracked() { parameter } else { parameter.tensor()?.into() }))
-}
+use super::reader::root;
 
 /// A parameter that was read: rows of tensors, one after the other. Training may change the tensors in place.
 #[derive(Debug, Clone, Default)]
@@ -58,6 +24,8 @@ pub(super) struct Piece {
     pub range: Range<usize>,
     /// The order of the query heads in these rows, where it is not this crate's.
     pub reordered: Option<Reordering>,
+    /// The dtype that the rows are read in.
+    pub dtype: DType,
 }
 
 /// An order of query heads along a dimension.
@@ -69,7 +37,7 @@ pub(super) struct Reordering {
 
 impl From<Tensor> for Parameter {
     fn from(tensor: Tensor) -> Self {
-        Self(vec![Piece { groups: 1, range: 0..tensor.dims()[0], tensor, reordered: None }])
+        Self(vec![Piece { groups: 1, range: 0..tensor.dims()[0], dtype: tensor.dtype(), tensor, reordered: None }])
     }
 }
 
@@ -100,7 +68,7 @@ impl Piece {
 
     /// Returns the rows, (len, ..): the tensor itself or a view of it where they are adjacent, or a copy.
     fn read(&self) -> Result<Tensor> {
-        let rows = self.stored_rows()?;
+        let rows = self.stored_rows()?.to_dtype(self.dtype)?;
         match self.reordered {
             Some(Reordering { order, dim }) => order.reorder_to_grouped(&rows, dim),
             None => Ok(rows),
@@ -137,6 +105,15 @@ impl Parameter {
         Ok(self.tensor()?.narrow(0, own.start, own.len())?.force_contiguous()?.into())
     }
 
+    /// Returns each row as a parameter: the tensors that have one row each, or views of one tensor.
+    pub(super) fn rows(&self) -> Result<Vec<Self>> {
+        if self.0.len() == self.num_rows() {
+            return Ok(self.0.iter().cloned().map(Self::from).collect());
+        }
+        let tensor = self.tensor()?;
+        (0..self.num_rows()).map(|row| Ok(Self::from(tensor.narrow(0, row, 1)?))).collect()
+    }
+
     /// Returns the current values: the tensor or a view of it where the rows are adjacent in one tensor, and a copy
     /// otherwise.
     pub fn tensor(&self) -> Result<Tensor> {
@@ -151,9 +128,25 @@ impl Parameter {
         if tensors.len() == 1 { Ok(tensors.remove(0)) } else { Tensor::cat(&tensors, 0) }
     }
 
-    /// Returns the tensor that has the first row.
+    /// Returns the tensor that has the first row. It may be in another dtype than the [parameter](Self::dtype).
     pub fn first(&self) -> &Tensor {
         &self.0[0].tensor
+    }
+
+    /// Returns the dtype in which the parameter is read.
+    pub fn dtype(&self) -> DType {
+        self.0[0].dtype
+    }
+
+    /// Returns the parameter in a dtype. A variable stays in its own dtype, and is converted whenever it is read, since
+    /// training changes it in place.
+    pub fn in_dtype(self, dtype: DType) -> Result<Self> {
+        let mut pieces = Vec::new();
+        for piece in self.0 {
+            let tensor = if piece.tensor.track_op() { piece.tensor.clone() } else { piece.tensor.to_dtype(dtype)? };
+            pieces.push(Piece { tensor, dtype, ..piece });
+        }
+        Ok(Self(pieces))
     }
 
     /// Returns whether training may change the parameter, so that a copy would not stay the same.
@@ -208,66 +201,13 @@ impl WeightAndBias {
             Some(bias) => Ok(bias.clone()),
             // Adding zero changes no number.
             None => {
-                let weight = own.weight.first();
-                Ok(Tensor::zeros(own.weight.num_rows(), weight.dtype(), weight.device())?.into())
+                let device = own.weight.first().device();
+                Ok(Tensor::zeros(own.weight.num_rows(), own.weight.dtype(), device)?.into())
             }
         };
         let has_bias = all.iter().any(|own| own.bias.is_some());
         let bias = has_bias.then(|| all.iter().map(bias).collect::<Result<Parameter>>()).transpose()?;
         Ok(Self { weight: all.iter().map(|own| own.weight.clone()).collect(), bias })
-    }
-}
-
-/// Parameters by name, in the order in which they were listed.
-#[derive(Debug, Clone, Default)]
-pub struct ParameterList(Vec<(String, Parameter)>);
-
-impl ParameterList {
-    /// Reads each parameter that the config asks for, or this rank's shard of it.
-    ///
-    /// # Errors
-    /// For a missing or misshapen tensor, and for one that the config does not ask for.
-    pub fn load(specs: &[ParameterSpec], reader: &ParameterReader) -> Result<Self> {
-        let mut parameters = Vec::new();
-        for spec in specs {
-            if let Some(parameter) = load(spec, reader)? {
-                parameters.push((spec.name.clone(), parameter));
-            }
-        }
-        Ok(Self(parameters))
-    }
-
-    /// Returns the parameter of this name, if the layer has one.
-    pub fn get(&self, name: &str) -> Option<&Parameter> {
-        self.0.iter().find(|(own, _)| own == name).map(|(_, parameter)| parameter)
-    }
-
-    /// Returns the current values of the parameter of this name, if there is one.
-    pub fn tensor(&self, name: &str) -> Result<Option<Tensor>> {
-        self.get(name).map(Parameter::tensor).transpose()
-    }
-
-    /// Returns the current values of a parameter that was listed.
-    ///
-    /// # Errors
-    /// If it was not listed.
-    pub fn expect(&self, name: &str) -> Result<Tensor> {
-        let missing = || Error::msg(format!("[parameters] {name} is not among those that were listed"));
-        self.tensor(name)?.ok_or_else(missing)
-    }
-
-    /// Returns a copy with the current values of variables.
-    pub fn freeze(&self) -> Result<Self> {
-        let mut frozen = Vec::with_capacity(self.0.len());
-        for (name, parameter) in &self.0 {
-            frozen.push((name.clone(), parameter.freeze()?));
-        }
-        Ok(Self(frozen))
-    }
-
-    /// Returns the current values of all parameters, by name.
-    pub fn named(&self) -> Result<Vec<(String, Tensor)>> {
-        self.0.iter().map(|(name, parameter)| Ok((name.clone(), parameter.tensor()?))).collect()
     }
 }
 

@@ -24,7 +24,7 @@ use matrix::contiguous;
 use product::{choose_instruction_set, kernel_activation, pack, unpack};
 pub use projections::{
     ByProjection, KeysAndValues, LoraMatrices, Outputs, PackedProjection, Projected, Projection, ProjectionModule,
-    ProjectionModules, Projections,
+    ProjectionModules, Projections, ReplacedRows,
 };
 
 const OP: &str = "packed_linear";

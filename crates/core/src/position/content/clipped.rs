@@ -36,7 +36,7 @@ impl ScoreModifier for Clipped {
         }
         let t = arguments.q.dim(2)?;
         let d = arguments.q.dim(3)?;
-        let vectors = self.vectors.get(t, || self.compute(t, d))?;
+        let vectors = self.vectors.get(t, false, || self.compute(t, d))?;
         arguments.content_scores = Some(ContentScores::new(arguments.q.clone(), vectors, &arguments.options));
         Ok(())
     }

@@ -19,6 +19,9 @@ const FIRST_WEIGHT: &str = "continuous_position_bias_mlp.0.weight";
 const FIRST_BIAS: &str = "continuous_position_bias_mlp.0.bias";
 const SECOND_WEIGHT: &str = "continuous_position_bias_mlp.2.weight";
 
+/// The weights of linear layers.
+pub(super) const LINEAR_WEIGHTS: &[&str] = &[FIRST_WEIGHT, SECOND_WEIGHT];
+
 /// The number of entries between the two layers of the network.
 const HIDDEN: usize = 512;
 
@@ -48,7 +51,8 @@ impl ScoreModifier for CosineWindow {
         let kv = projected_keys(kv, call)?;
         self.image.check("window", &arguments.q)?;
         if arguments.q.elem_count() > 0 {
-            arguments.mask = self.bias.add_to(&arguments.mask, self.image, || self.entries())?;
+            let is_random = call.train && self.parameters.has_dropout();
+            arguments.mask = self.bias.add_to(&arguments.mask, self.image, is_random, || self.entries(call.train))?;
             let cosines = self.cosines(&arguments.q, &kv.keys)?;
             arguments.q = cosines.q;
             kv.keys = cosines.k;
@@ -81,7 +85,7 @@ impl CosineWindow {
     }
 
     /// Returns the network's output for each place of a key from its query, (places, H).
-    fn entries(&self) -> Result<Tensor> {
+    fn entries(&self, train: bool) -> Result<Tensor> {
         let parameter = |name: &str| wide(&self.parameters, name);
         let weight = parameter(FIRST_WEIGHT)?;
         let bias = parameter(FIRST_BIAS)?;
@@ -100,8 +104,11 @@ impl CosineWindow {
         }
         let coordinates = Tensor::from_vec(coordinates, (places[0] * places[1], 2), &Device::Cpu)?;
         let coordinates = coordinates.to_device(weight.device())?.to_dtype(weight.dtype())?;
-        let hidden = coordinates.matmul(&weight.t()?)?.broadcast_add(&bias)?.relu()?;
-        ops::sigmoid(&hidden.matmul(&last.t()?)?)? * 16.0
+        let product = coordinates.matmul(&weight.t()?)?;
+        let product = self.parameters.add_updates(FIRST_WEIGHT, product, &coordinates, train)?;
+        let hidden = product.broadcast_add(&bias)?.relu()?;
+        let entries = self.parameters.add_updates(SECOND_WEIGHT, hidden.matmul(&last.t()?)?, &hidden, train)?;
+        ops::sigmoid(&entries)? * 16.0
     }
 }
 

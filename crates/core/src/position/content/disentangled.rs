@@ -19,6 +19,8 @@ use candle_attention_modules::norm::{Norm, QkNormKind};
 const KEYS: &str = "pos_key_proj";
 /// The projection of vectors to queries.
 const QUERIES: &str = "pos_query_proj";
+/// The weights of linear layers.
+pub(super) const LINEAR_WEIGHTS: &[&str] = &["pos_key_proj.weight", "pos_query_proj.weight"];
 
 /// The config of DeBERTa's relative positions, see
 /// [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled).
@@ -202,7 +204,8 @@ impl ScoreModifier for Disentangled {
         let compute = || self.compute(t, d, call);
         // Modules and adapters may differ in a clone of the layer, and may change.
         let may_change = self.config.shared_projections && call.projections.may_change();
-        let vectors = if may_change { compute()? } else { self.vectors.get(t, compute)? };
+        let is_random = call.train && self.parameters.has_dropout();
+        let vectors = self.vectors.get(t, may_change || is_random, compute)?;
         arguments.content_scores = Some(ContentScores::new(arguments.q.clone(), vectors, &arguments.options));
         Ok(())
     }
@@ -233,8 +236,8 @@ impl Disentangled {
                 queries = Some(q.squeeze(0)?);
             }
         } else {
-            keys = self.project(KEYS, &embeddings)?;
-            queries = self.project(QUERIES, &embeddings)?;
+            keys = self.project(KEYS, &embeddings, call.train)?;
+            queries = self.project(QUERIES, &embeddings, call.train)?;
         }
         let dtype = accumulation_dtype(embeddings.dtype());
         let rows = |table: Option<Tensor>, sign: i64| -> Result<Option<Tensor>> {
@@ -246,10 +249,12 @@ impl Disentangled {
     }
 
     /// Returns the vectors projected by parameters of the layer, if it has this projection.
-    fn project(&self, name: &str, embeddings: &Tensor) -> Result<Option<Tensor>> {
-        let Some(weight) = self.parameters.tensor(&format!("{name}.weight"))? else { return Ok(None) };
+    fn project(&self, name: &str, embeddings: &Tensor, train: bool) -> Result<Option<Tensor>> {
+        let weight_name = format!("{name}.weight");
+        let Some(weight) = self.parameters.tensor(&weight_name)? else { return Ok(None) };
         let bias = self.parameters.expect(&format!("{name}.bias"))?;
-        embeddings.matmul(&weight.t()?)?.broadcast_add(&bias).map(Some)
+        let product = embeddings.matmul(&weight.t()?)?;
+        self.parameters.add_updates(&weight_name, product, embeddings, train)?.broadcast_add(&bias).map(Some)
     }
 }
 

@@ -32,8 +32,17 @@ impl DistanceVectors {
 pub(super) struct LatestVectors(Latest<usize, DistanceVectors>);
 
 impl LatestVectors {
-    /// Returns the vectors for `t` tokens, which are computed if they are not the latest.
-    pub fn get(&self, t: usize, compute: impl FnOnce() -> Result<DistanceVectors>) -> Result<DistanceVectors> {
+    /// Returns the vectors for `t` tokens, which are computed if they are not the latest. Vectors that may change from
+    /// call to call, by dropout or a module of the caller, are computed each time.
+    pub fn get(
+        &self,
+        t: usize,
+        may_change: bool,
+        compute: impl FnOnce() -> Result<DistanceVectors>,
+    ) -> Result<DistanceVectors> {
+        if may_change {
+            return compute();
+        }
         latest(&self.0, |&latest_t| latest_t == t, compute, |vectors| (!vectors.is_tracked()).then_some(t))
     }
 }

@@ -160,6 +160,16 @@ impl ContentPositions {
         }
     }
 
+    /// Returns the names of the weights (out, in) of linear layers, which low-rank adapters may change.
+    pub(crate) fn linear_weights(&self) -> &'static [&'static str] {
+        match self {
+            Self::TransformerXl => transformer_xl::LINEAR_WEIGHTS,
+            Self::CosineWindow { .. } => cosine_window::LINEAR_WEIGHTS,
+            Self::Disentangled(_) => disentangled::LINEAR_WEIGHTS,
+            Self::Grid { .. } | Self::Window { .. } | Self::Clipped { .. } => &[],
+        }
+    }
+
     /// Returns the score modifier of a layer with these parameters. `embeddings` are the vectors of distances that the
     /// layers of a stack share.
     pub(crate) fn modifier(&self, parameters: ParameterList, embeddings: Option<RelativeEmbeddings>) -> SharedModifier {

@@ -22,6 +22,9 @@ struct Names {
 /// The names of ESPnet and NeMo, which are the crate's own.
 const NAMES: Names = Names { projection: "linear_pos.weight", of_content: "pos_bias_u", of_distances: "pos_bias_v" };
 
+/// The weights of linear layers.
+pub(super) const LINEAR_WEIGHTS: &[&str] = &[NAMES.projection];
+
 /// The names of Parakeet in transformers.
 const PARAKEET: Names = Names { projection: "relative_k_proj.weight", of_content: "bias_u", of_distances: "bias_v" };
 
@@ -57,7 +60,8 @@ impl ScoreModifier for TransformerXl {
         let with_bias = |name: &str| q.broadcast_add(&wide(&self.parameters, name)?.unsqueeze(1)?);
         arguments.q = with_bias(NAMES.of_content)?.to_dtype(dtype)?;
         let queries = with_bias(NAMES.of_distances)?;
-        let vectors = self.vectors.get(t, || self.compute(t, d))?;
+        let is_random = call.train && self.parameters.has_dropout();
+        let vectors = self.vectors.get(t, is_random, || self.compute(t, d, call.train))?;
         arguments.content_scores = Some(ContentScores::new(queries, vectors, &arguments.options));
         Ok(())
     }
@@ -65,11 +69,12 @@ impl ScoreModifier for TransformerXl {
 
 impl TransformerXl {
     /// Returns the vectors of the distances of `t` tokens, for heads of width `d`.
-    fn compute(&self, t: usize, d: usize) -> Result<DistanceVectors> {
+    fn compute(&self, t: usize, d: usize, train: bool) -> Result<DistanceVectors> {
         let projection = wide(&self.parameters, NAMES.projection)?;
         let waves = sinusoids(t, projection.dim(1)?, projection.device())?.to_dtype(projection.dtype())?;
-        let of_queries = Some(by_head(&waves.matmul(&projection.t()?)?, d)?);
-        Ok(DistanceVectors { of_queries, of_keys: None })
+        let product = waves.matmul(&projection.t()?)?;
+        let vectors = self.parameters.add_updates(NAMES.projection, product, &waves, train)?;
+        Ok(DistanceVectors { of_queries: Some(by_head(&vectors, d)?), of_keys: None })
     }
 }
 

@@ -32,7 +32,7 @@ impl ScoreModifier for Window {
         projected_keys(kv, call)?;
         self.image.check("window", &arguments.q)?;
         if arguments.q.elem_count() > 0 {
-            arguments.mask = self.bias.add_to(&arguments.mask, self.image, || self.parameters.expect(TABLE))?;
+            arguments.mask = self.bias.add_to(&arguments.mask, self.image, false, || self.parameters.expect(TABLE))?;
         }
         Ok(())
     }
@@ -44,11 +44,13 @@ pub(super) struct WindowBias(Latest<(), Tensor>);
 
 impl WindowBias {
     /// Returns the mask with the bias. `table` returns the entries (places, H) of the places of a key from its query,
-    /// row by row, from the query furthest above and left of its key on.
+    /// row by row, from the query furthest above and left of its key on. Entries that may change from call to call, by
+    /// dropout, are computed each time.
     pub fn add_to(
         &self,
         mask: &AttentionMask,
         image: Image,
+        may_change: bool,
         table: impl FnOnce() -> Result<Tensor>,
     ) -> Result<AttentionMask> {
         let compute = || {
@@ -61,7 +63,11 @@ impl WindowBias {
             let pairs = (0..t).flat_map(|query| (0..t).map(move |key| place(query, key)));
             gathered(OP, &table()?, pairs, &[t, t])?.unsqueeze(0)
         };
-        let bias = latest(&self.0, |()| true, compute, |bias| (!bias.track_op()).then_some(()))?;
+        let bias = if may_change {
+            compute()?
+        } else {
+            latest(&self.0, |()| true, compute, |bias| (!bias.track_op()).then_some(()))?
+        };
         Ok(mask.clone().with_bias(&bias))
     }
 }

@@ -6,7 +6,7 @@ use candle_nn::ops::dropout;
 
 use super::modules::{ByProjection, Projection};
 use super::{PackedProjection, Projections};
-use crate::base::{Parameter, WeightAndBias, accumulation_dtype};
+use crate::base::{Parameter, WeightAndBias, accumulation_dtype, frozen};
 
 /// The matrices of a low-rank update of one module, which computes one projection or several.
 #[derive(Debug, Clone)]
@@ -94,7 +94,7 @@ impl LoraUpdate {
             let factor = |matrix: &Linear| matrix.weight().detach().to_dtype(dtype);
             let delta = (factor(&b)?.matmul(&factor(&a)?)? * self.scaling)?;
             let merged = (weight.detach().to_dtype(dtype)? + delta)?.to_dtype(weight.dtype())?;
-            *linear = Linear::new(merged, linear.bias().map(Tensor::detach));
+            *linear = Linear::new(merged, linear.bias().cloned());
         }
         Ok(())
     }
@@ -125,7 +125,8 @@ impl Projections {
     }
 
     /// Returns projections without low-rank updates, which have the current values of the updates in their weights.
-    /// Sums are computed in f32, or in f64 for weights in f64, and rounded once. Weights without an update are shared.
+    /// Sums are computed in f32, or in f64 for weights in f64, and rounded once. Weights without an update are shared;
+    /// variables are replaced by their current values.
     ///
     /// # Errors
     /// For a module of the caller that has an update, since its weights are unknown, and if a weight cannot be
@@ -136,7 +137,9 @@ impl Projections {
         for run in entries.chunk_by(|own, next| own.1.shares_weight(next.1)) {
             let is_changed = |projection| self.updates.iter().any(|update| update.changes(projection));
             if !run.iter().any(|(projection, _)| is_changed(**projection)) {
-                all.extend(run.iter().map(|(projection, own)| (**projection, (*own).clone())));
+                for (projection, own) in run {
+                    all.insert(**projection, own.freeze()?);
+                }
                 continue;
             }
             let own: Vec<_> = run.iter().map(|(_, own)| *own).collect();
@@ -147,8 +150,8 @@ impl Projections {
             }
             let mut merged = Vec::new();
             for linear in linears.values() {
-                let bias = linear.bias().map(|bias| Parameter::from(bias.detach()));
-                merged.push(WeightAndBias { weight: linear.weight().detach().into(), bias });
+                let bias = linear.bias().map(frozen).transpose()?.map(Parameter::from);
+                merged.push(WeightAndBias { weight: frozen(linear.weight())?.into(), bias });
             }
             let packed = PackedProjection::of_rows(&Vec::from_iter(&merged))?;
             all.extend(linears.keys().copied().zip(packed));

@@ -16,7 +16,7 @@ use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 
 use super::PackedLinear;
-use crate::base::{Expect, WeightAndBias, part};
+use crate::base::{Expect, Parameter, WeightAndBias, part};
 use lora::LoraUpdate;
 
 const OP: &str = "multi_head_attention";
@@ -93,6 +93,14 @@ impl PackedProjection {
         Ok(Self::columns_of(weight, outputs))
     }
 
+    /// Returns a copy with the current values of variables, packed. A module of the caller is kept.
+    fn freeze(&self) -> Result<Self> {
+        match &*self.weight {
+            SharedWeight::Tracked(rows) => Ok(Self::of_rows(&[&rows.freeze()?])?.remove(0)),
+            SharedWeight::Packed(_) | SharedWeight::Module { .. } => Ok(self.clone()),
+        }
+    }
+
     /// Splits a packed weight into projections, whose outputs follow each other.
     pub fn split(weight: PackedLinear, outputs: impl IntoIterator<Item = Outputs>) -> Vec<Self> {
         Self::columns_of(SharedWeight::Packed(weight), outputs)
@@ -138,6 +146,15 @@ impl PackedProjection {
         Ok(linears)
     }
 
+    /// Returns the weight and the bias: variables as they are, which training may change, and others with their values.
+    fn rows(&self) -> Result<WeightAndBias> {
+        if let SharedWeight::Tracked(rows) = &*self.weight {
+            return Ok(rows.clone());
+        }
+        let linear = Self::to_linears(&[self])?.remove(0);
+        Ok(WeightAndBias { weight: linear.weight().clone().into(), bias: linear.bias().cloned().map(Parameter::from) })
+    }
+
     /// Projects one input. The outputs of projections that share a weight are views of one product.
     pub fn project(all: &[&Self], xs: &Tensor) -> Result<Vec<Tensor>> {
         let mut outputs = Vec::with_capacity(all.len());
@@ -174,6 +191,15 @@ pub struct Projections {
     pub dtype: DType,
     /// The device of the weights, or of the modules' outputs.
     pub device: Device,
+}
+
+/// Other values of the weight or the bias of a projection.
+#[derive(Debug, Clone, Default)]
+pub struct ReplacedRows {
+    /// The weight, (out, in), if it is replaced.
+    pub weight: Option<Parameter>,
+    /// The bias, (out,), if it is replaced.
+    pub bias: Option<Parameter>,
 }
 
 /// The projected inputs of a call. A layer replaces them by their heads, (B, H, T, D).
@@ -235,6 +261,32 @@ impl Projections {
         all.extend(Self::pack(&frozen)?);
         let updates = self.updates.iter().map(LoraUpdate::freeze).collect::<Result<_>>()?;
         Ok(Self { all, updates, ..self.clone() })
+    }
+
+    /// Returns projections that have other weights or biases, which `replaced` has in the dtype of the projections.
+    /// Weights that share nothing with them stay as they are; those that do are packed anew, without low-rank updates.
+    ///
+    /// # Errors
+    /// For a module of the caller, whose weights are unknown, and if a weight cannot be allocated.
+    pub fn with_replaced(&self, replaced: &ByProjection<ReplacedRows>) -> Result<Self> {
+        let mut all = self.all.clone();
+        let entries: Vec<_> = self.all.iter().collect();
+        for run in entries.chunk_by(|own, next| own.1.shares_weight(next.1)) {
+            if !run.iter().any(|(projection, _)| replaced.contains_key(projection)) {
+                continue;
+            }
+            let mut loaded = ByProjection::new();
+            for (projection, own) in run {
+                let mut rows = own.rows()?;
+                if let Some(ReplacedRows { weight, bias }) = replaced.get(projection).cloned() {
+                    rows.weight = weight.unwrap_or(rows.weight);
+                    rows.bias = bias.or(rows.bias);
+                }
+                loaded.insert(**projection, rows);
+            }
+            all.extend(Self::pack(&loaded)?);
+        }
+        Ok(Self { all, updates: Vec::new(), ..self.clone() })
     }
 
     /// Creates projections of modules. `width` returns the number of outputs of a projection, 0 if the config does not
