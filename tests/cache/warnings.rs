@@ -243,11 +243,28 @@ fn causal_offset_other_than_the_cache() -> Result<()> {
     prompt_and_step(NOTHING, masked(&other))
 }
 
+/// transformers reads `attention_factor` alone.
+fn other_factor_of_yarn() -> Result<()> {
+    let config = |name: &str, factor: f64| {
+        let mut config = serde_json::json!({
+            "model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        });
+        config["rope_scaling"][name] = factor.into();
+        candle_attention::hf::attention_config(&config, 0)
+    };
+    let plain = config("attn_factor", 1.0)?;
+    assert_ne!(config("attention_factor", 1.5)?, plain);
+    assert_silent("a factor of 1, and transformers' factor");
+    assert_eq!(config("attn_factor", 1.5)?, plain);
+    config("attn_factor", 1.5).map(drop)
+}
+
 /// A kind of misuse: its name, what the one warning contains, and calls of which some are right and the last ones are
 /// misuse.
 type Misuse = (&'static str, &'static str, fn() -> Result<()>);
 
-const MISUSES: [Misuse; 11] = [
+const MISUSES: [Misuse; 12] = [
     ("not causal", "a layer that is not causal continues a cache", || {
         not_causal(|causal| LayerKind::MultiHead(Config::new(8, 2).with_causal(causal)))
     }),
@@ -261,6 +278,7 @@ const MISUSES: [Misuse; 11] = [
     ("left padding counted twice", "the cache does not store the padding", left_padding_counted_twice),
     ("causal cross-attention", "in cross-attention", causal_cross_attention),
     ("dropout with a cache", "dropout", dropout_with_cache),
+    ("another factor of YaRN", "attn_factor", other_factor_of_yarn),
     ("positions that go back", "positions", positions_that_go_back),
     ("axis positions that go back", "positions", axis_positions_that_go_back),
     ("causal offset", "offset", causal_offset_other_than_the_cache),

@@ -119,7 +119,7 @@ pub fn on_axes<'a>(model: &'a Model, input: AttentionInput<'a>) -> AttentionInpu
 }
 
 /// Returns the mask of a model, with an encoder's padding.
-fn mask(model: &Model) -> Result<AttentionMask> {
+pub fn mask(model: &Model) -> Result<AttentionMask> {
     match model.golden.get("attention_mask") {
         Some(mask) => AttentionMask::from_attention_mask(mask),
         None => Ok(AttentionMask::none()),
@@ -127,7 +127,7 @@ fn mask(model: &Model) -> Result<AttentionMask> {
 }
 
 /// Returns the rows without padding: transformers averages all values where a window masks all but padding.
-fn tokens(model: &Model, ys: &Tensor) -> Result<Tensor> {
+pub fn tokens(model: &Model, ys: &Tensor) -> Result<Tensor> {
     match model.golden.get("attention_mask") {
         Some(mask) => ys.broadcast_mul(&mask.to_dtype(ys.dtype())?.unsqueeze(2)?),
         None => Ok(ys.clone()),

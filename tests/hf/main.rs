@@ -10,6 +10,7 @@ mod gguf_models;
 mod golden;
 mod integers;
 mod linear;
+mod mlx;
 mod names;
 mod variants;
 

@@ -103,10 +103,9 @@ pub fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> bool {
                 && cfg.value_head_dim() == cfg.head_dim()
                 && [q, k, v] == [cfg.out_bias(); 3]
         }
-        // One matrix reads one input, and has one bias.
-        WeightLayout::Conv1d | WeightLayout::Packed(..) => {
-            [cfg.kdim(), cfg.vdim()] == [EMBED_DIM; 2] && q == k && q == v
-        }
+        // One matrix reads one input, and GPT-2's has one bias.
+        WeightLayout::Conv1d => [cfg.kdim(), cfg.vdim()] == [EMBED_DIM; 2] && q == k && q == v,
+        WeightLayout::Packed(..) => [cfg.kdim(), cfg.vdim()] == [EMBED_DIM; 2],
         // Four linear layers.
         _ => true,
     }

@@ -5,8 +5,11 @@ mod common;
 
 mod folders;
 mod grid;
+mod image_models;
+mod norm_names;
 mod one_weight;
 mod pth;
+mod quantized;
 mod reading;
 mod round_trip;
 mod shards;

@@ -48,6 +48,23 @@ def record():
     config = dict(embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=4, out_dim=8, causal=True) | biases(True)
     recorded.add("layers_0.self_attn", "dense:canonical", config, layer.apply(variables, xs), queries=xs)
 
+    # Norms of queries and keys. Scales of ones would hide a norm that is not read.
+    layer = linen.MultiHeadDotProductAttention(num_heads=2, qkv_features=12, out_features=8, normalize_qk=True)
+    variables = layer.init(jax.random.key(4), xs)
+    for name, seed in (("query_ln", 5), ("key_ln", 6)):
+        variables["params"][name]["scale"] = random(jax.random.key(seed), (6,))
+    parameters["normed"] = {"attention": variables["params"]}
+    norms = dict(qk_norm=dict(kind="layer_no_bias", scope="per_head", eps=1e-6))
+    config = dict(embed_dim=8, num_heads=2, head_dim=6, out_dim=8) | biases(True) | norms
+    recorded.add("normed.attention", "flax", config, layer.apply(variables, xs), queries=xs)
+
+    layer = nnx.MultiHeadAttention(2, 8, qkv_features=12, use_bias=False, decode=False, normalize_qk=True, rngs=nnx.Rngs(7))
+    for norm, seed in ((layer.query_ln, 8), (layer.key_ln, 9)):
+        norm.scale[...] = random(jax.random.key(seed), (6,))
+    parameters["normed_nnx"] = {"attention": nnx.state(layer, nnx.Param).to_pure_dict()}
+    config = dict(embed_dim=8, num_heads=2, head_dim=6, out_dim=8) | norms
+    recorded.add("normed_nnx.attention", "flax", config, layer(xs), queries=xs)
+
     save_file(traverse_util.flatten_dict(parameters, sep="/"), recorded.file)
     return recorded
 

@@ -6,8 +6,9 @@ use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 
 use super::Checkpoint;
+use super::layers::{OF_MLX, is_weight};
 use super::stored::{Entry, Scale, StoredTensor};
-use candle_attention_modules::base::SCALES;
+use candle_attention_modules::base::{FLOATS, Fact, SCALES};
 
 /// Reads a checkpoint's tensors for a `VarBuilder`.
 pub(super) struct Backend {
@@ -26,6 +27,23 @@ impl Backend {
                 let missing = Error::CannotFindTensor { path: name.to_string() };
                 Err(missing.context(self.checkpoint.hint(name)).context(format!("[weights] {name} is missing")))
             }
+        }
+    }
+
+    /// Refuses the weight of a quantised layer, and integers, where the builder returns floats.
+    fn refuse_quantized(&self, name: &str, dtype: DType) -> Result<()> {
+        if !FLOATS.contains(&dtype) {
+            return Ok(());
+        }
+        if let Some(found) = self.checkpoint.quantized(name) {
+            bail!("{name} {found}")
+        }
+        match self.checkpoint.entry(name) {
+            Some(Entry::Stored(stored)) if is_weight(name) && self.checkpoint.has_integers(name) => {
+                let own = stored.dtype;
+                bail!("{name} has dtype {own:?}, expected a weight of floats; a builder of {own:?} returns integers")
+            }
+            _ => Ok(()),
         }
     }
 
@@ -62,20 +80,32 @@ impl Backend {
 
 impl SimpleBackend for Backend {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.refuse_quantized(name, dtype)?;
         if let Some(got) = self.checkpoint.entry(name).and_then(Entry::shape)
             && got != shape.dims()
         {
             let msg = format!("shape mismatch for {name}");
-            return Err(Error::UnexpectedShape { msg, expected: shape, got: got.into() }.bt());
+            let mismatch = Error::UnexpectedShape { msg, expected: shape, got: got.into() }.bt();
+            return Err(if self.checkpoint.origin.is_of_mlx { mismatch.context(OF_MLX) } else { mismatch });
         }
         self.read(name, self.find(name)?, dtype, device)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.refuse_quantized(name, dtype)?;
         self.read(name, self.find(name)?, dtype, device)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        self.checkpoint.contains(name)
+        let origin = self.checkpoint.origin;
+        if let Some(tensor) = Fact::tensor_of_integers(name) {
+            return self.checkpoint.has_integers(tensor);
+        }
+        match Fact::ALL.into_iter().find(|fact| fact.name() == name) {
+            None => self.checkpoint.contains(name),
+            Some(Fact::Opened) => true,
+            Some(Fact::WrittenByMlx) => origin.is_of_mlx,
+            Some(Fact::NormsAsInPyTorch) => origin.norms_as_in_pytorch,
+        }
     }
 }

@@ -6,6 +6,7 @@ use candle_attention_core::internal::{GATE_NAME, LayoutTensor, MaskBuffer, OTHER
 use candle_attention_core::{MultiHeadAttentionConfig, WeightLayout};
 use candle_attention_modules::base::StoredDims;
 use candle_attention_modules::linear::Projection::{Gate, Key, Output, Query, Value};
+use candle_attention_modules::norm::{KEY_NORM_NAMES, QUERY_NORM_NAMES};
 
 /// The size of a projection: rows (out) and columns (in), as an `nn.Linear` has them.
 #[derive(Clone, Copy)]
@@ -32,9 +33,24 @@ pub(super) fn infer_config(
 ) -> Result<MultiHeadAttentionConfig> {
     refuse_untold(tensors)?;
     let named = layout.tensors(0, tensors.contains("in_proj_weight"));
+    for tensor in named.iter().filter(|tensor| !tensor.is_bias) {
+        let name = tensor.name();
+        if let Some(quantized) = tensors.quantized(&name) {
+            bail!("[weights] {name} {quantized}")
+        }
+    }
     let mut biased = Vec::new();
-    for tensor in named.iter().filter(|tensor| tensor.is_bias && tensors.contains(&tensor.name())) {
-        biased.extend(tensor.projections);
+    for tensor in named.iter().filter(|tensor| tensor.is_bias) {
+        let other = tensor.other_name();
+        if tensors.contains(&tensor.name()) || other.is_some_and(|name| tensors.contains(&name)) {
+            biased.extend(tensor.projections);
+        }
+    }
+    if let WeightLayout::Packed(..) = layout {
+        let separate = LayoutTensor::separate_biases();
+        for tensor in separate.iter().filter(|tensor| tensors.contains(&tensor.name())) {
+            biased.extend(tensor.projections);
+        }
     }
     let Some(out_weight) = named.iter().find(|tensor| tensor.holds(Output)) else {
         bail!("[weights] the layout {layout} has no output projection")
@@ -96,8 +112,12 @@ pub(super) fn infer_config(
 
 /// Refuses layers with options that shapes do not tell.
 fn refuse_untold(tensors: &impl TensorSource) -> Result<()> {
-    if tensors.contains("q_norm.weight") || tensors.contains("k_norm.weight") {
-        bail!("[weights] the layer normalises queries and keys (q_norm); shapes do not tell how, so give a config")
+    let norms = QUERY_NORM_NAMES.iter().chain(KEY_NORM_NAMES);
+    if let Some(norm) = norms.into_iter().find(|norm| tensors.contains(&norm.weight_name())) {
+        bail!(
+            "[weights] the layer normalises queries and keys ({}); shapes do not tell how, so give a config",
+            norm.module
+        )
     }
     if let Some(name) =
         [GATE_NAME, OTHER_GATE_NAME].into_iter().find(|name| tensors.contains(&format!("{name}.weight")))

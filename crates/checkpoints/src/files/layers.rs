@@ -9,8 +9,11 @@ use super::stored::Entry;
 use candle_attention_core::MultiHeadAttentionConfig;
 use candle_attention_core::internal::{LayoutTensor, TensorSource, detect_with, nearest_layout, query_weights};
 use candle_attention_core::weights::{PackedNaming, QkvOrder, WeightLayout};
-use candle_attention_modules::base::{edits, moved_names};
+use candle_attention_modules::base::{ConfigMethod, QuantizedWeight, SCALES, edits, moved_names};
 use candle_attention_modules::linear::Projection;
+
+/// The end of an error about a tensor of a file of MLX.
+pub(super) const OF_MLX: &str = "MLX converted this model, which renames, splits or transposes some weights";
 
 impl Checkpoint {
     /// Returns the prefixes below which there is an attention layer, numbers in their natural order. The root is "".
@@ -69,9 +72,35 @@ impl Checkpoint {
         infer_config(&tensors, layout, num_heads.or_else(saved))
     }
 
+    /// Returns the signs that a weight is quantised; `None` if there are none.
+    pub(super) fn quantized(&self, name: &str) -> Option<QuantizedWeight> {
+        let beside = QuantizedWeight::beside(name, |beside| self.entry(beside).is_some());
+        let dtype = self.entry(name).and_then(Entry::packed_dtype);
+        let has_scale = || SCALES.iter().any(|suffix| self.entry(&format!("{name}{suffix}")).is_some());
+        let signs = match (beside, dtype) {
+            (Some(beside), Some(dtype)) => beside.with_dtype(dtype),
+            (Some(beside), None) => beside,
+            (None, Some(dtype)) if is_weight(name) && (has_scale() || ConfigMethod::of(&self.config).is_some()) => {
+                QuantizedWeight::of_dtype(dtype)
+            }
+            (None, _) => return None,
+        };
+        Some(signs.with_config(&self.config))
+    }
+
+    /// Returns whether a tensor has integers, or other numbers that are codes of floats.
+    pub(super) fn has_integers(&self, name: &str) -> bool {
+        self.entry(name).is_some_and(|entry| entry.packed_dtype().is_some())
+    }
+
     /// Returns the end of an error about a missing tensor: the layers of the checkpoint, or the names next to the
     /// missing one, the most similar first.
     pub(super) fn hint(&self, missing: &str) -> String {
+        let there = self.hint_of_names(missing);
+        if self.origin.is_of_mlx { format!("{there}; {OF_MLX}") } else { there }
+    }
+
+    fn hint_of_names(&self, missing: &str) -> String {
         let mut parent = missing;
         let mut names = Vec::new();
         while names.is_empty()
@@ -112,6 +141,11 @@ impl Checkpoint {
     }
 }
 
+/// Returns whether a name is that of the weight of a layer.
+pub(super) fn is_weight(name: &str) -> bool {
+    name == "weight" || name.ends_with(".weight")
+}
+
 /// The tensors below a prefix of a checkpoint. Names and shapes come from the headers of the files.
 struct LayerTensors<'a> {
     checkpoint: &'a Checkpoint,
@@ -143,12 +177,17 @@ impl TensorSource for LayerTensors<'_> {
             None => bail!("[weights] {name} is missing; {}", self.checkpoint.hint(&name)),
             Some(Entry::Stored(stored)) => Ok(stored.shape.clone()),
             Some(Entry::Unreadable { shape: Some(shape), .. }) => Ok(shape.clone()),
-            Some(Entry::Unreadable { shape: None, problem }) => bail!("[weights] {name}: {problem}"),
+            Some(Entry::Unreadable { shape: None, problem, .. }) => bail!("[weights] {name}: {problem}"),
         }
     }
 
     fn hint(&self, missing: &str) -> Result<Option<String>> {
         Ok(Some(self.checkpoint.hint(&self.full_name(missing))))
+    }
+
+    fn quantized(&self, name: &str) -> Option<QuantizedWeight> {
+        let name = self.full_name(name);
+        self.checkpoint.quantized(&self.checkpoint.stored_name(&name).unwrap_or(name))
     }
 }
 

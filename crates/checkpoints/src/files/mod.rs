@@ -3,6 +3,7 @@
 mod backend;
 mod infer;
 mod layers;
+pub(crate) mod mlx;
 mod pickle;
 mod pth;
 mod safetensors;
@@ -11,7 +12,7 @@ mod stored;
 #[cfg(feature = "hub")]
 pub(crate) use self::safetensors::ShardIndex;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,8 +23,11 @@ use backend::Backend;
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_nn::VarBuilder;
+use mlx::Origin;
 use serde_json::{Value, json};
 use stored::Entry;
+
+pub(crate) use stored::one_less;
 
 use candle_attention_modules::base::{SCALES, moved_names, root};
 
@@ -62,6 +66,8 @@ pub struct Checkpoint {
     /// The `model_args` that nanoGPT saves with its weights, or else the config.json next to the files; null without
     /// either.
     config: Value,
+    /// The library that wrote the files.
+    origin: Origin,
 }
 
 /// The files that a folder may have, in the order in which they are looked for.
@@ -85,6 +91,10 @@ impl Checkpoint {
     ///
     /// Names with `/` between their parts, as flax and Keras have, become names with `.`, so that a prefix of a builder
     /// finds them.
+    ///
+    /// In a model that MLX converted, convolutions (C, K, 1) become (C, 1, K), and norms that MLX stores as `1 + w`
+    /// become `w`, as PyTorch stores both. The header of a file, or the shapes of its convolutions, show that MLX wrote
+    /// it; its layers, or the `config.json` next to it, show which model it is.
     ///
     /// # Errors
     /// If there is no such file, or it is truncated, or it is neither format; the message names the file.
@@ -111,6 +121,7 @@ impl Checkpoint {
         let [first, ..] = files else { bail!("[weights] expected at least one file, found none") };
         let mut entries = BTreeMap::new();
         let mut safetensors = Vec::new();
+        let mut files_of_mlx = BTreeSet::new();
         let mut n_head = None;
         for file in files.iter().map(AsRef::as_ref) {
             refuse_cut_tensors(file)?;
@@ -120,7 +131,11 @@ impl Checkpoint {
                 contents.entries
             } else {
                 safetensors.push(file.to_path_buf());
-                safetensors::entries(file).map_err(|error| cannot_read(file, &error))?
+                let contents = safetensors::contents(file).map_err(|error| cannot_read(file, &error))?;
+                if contents.is_of_mlx {
+                    files_of_mlx.insert(Arc::from(file));
+                }
+                contents.entries
             };
             for (name, entry) in with_dots(file_entries) {
                 if entries.contains_key(&name) {
@@ -136,14 +151,16 @@ impl Checkpoint {
                 serde_json::from_slice(&text).unwrap_or_default()
             }
         };
-        Ok(Self { entries: Arc::new(entries), safetensors, config })
+        let origin = mlx::undo(&mut entries, &files_of_mlx, &config);
+        Ok(Self { entries: Arc::new(entries), safetensors, config, origin })
     }
 
     /// Returns a builder at the root of the checkpoint, which reads each tensor from its file when a layer requests it.
     ///
     /// float8 (E4M3) weights are multiplied by their scale, `<name>_scale_inv` or `<name>_scale`: one number, one for
     /// each row, or one for each block of 128 by 128. The scales are not tensors of the builder. A builder of
-    /// [`DType::F8E4M3`] returns weights as they are stored.
+    /// [`DType::F8E4M3`] returns weights as they are stored. A weight of integers is
+    /// quantised: reading it as floats is an error that names the method of quantisation.
     ///
     /// # Errors
     /// None at present.

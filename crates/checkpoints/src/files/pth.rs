@@ -201,7 +201,8 @@ impl Reader {
         }
         let strides = (!Shape::from(shape.as_slice()).is_contiguous(&strides)).then_some(strides);
         let start = storage.start.saturating_add((offset as u64).saturating_mul(element as u64));
-        Ok(Entry::Stored(StoredTensor { file: self.path.clone(), dtype, shape, strides, start, storage_len }))
+        let file = self.path.clone();
+        Ok(Entry::Stored(StoredTensor { file, dtype, shape, strides, start, storage_len, is_one_more: false }))
     }
 
     /// Returns the class of a storage, which tells its dtype, and its name in the archive.
@@ -225,7 +226,7 @@ impl Reader {
 
     fn unreadable(&self, name: &str, kind: &str) -> Entry {
         let problem = format!("{} has {name} as {kind}, which cannot be read", self.path.display());
-        Entry::Unreadable { shape: None, problem }
+        Entry::Unreadable { dtype: None, shape: None, problem }
     }
 
     fn storage(&mut self, key: &str) -> Result<Storage> {

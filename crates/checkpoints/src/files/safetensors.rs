@@ -21,16 +21,23 @@ const MAX_HEADER: u64 = 100_000_000;
 #[derive(Deserialize)]
 struct Header {
     #[serde(rename = "__metadata__")]
-    _metadata: Option<HashMap<String, String>>,
+    metadata: Option<HashMap<String, String>>,
     #[serde(flatten)]
     tensors: HashMap<String, TensorInfo>,
+}
+
+/// The tensors of a safetensors file, and what its header says of all of them.
+pub(super) struct Contents {
+    pub entries: BTreeMap<String, Entry>,
+    /// Whether MLX wrote the file.
+    pub is_of_mlx: bool,
 }
 
 /// Reads the names, shapes and offsets of the tensors of a safetensors file, from its header.
 ///
 /// # Errors
 /// If the header is invalid, or its tensors do not fill the rest of the file.
-pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
+pub(super) fn contents(path: &Path) -> Result<Contents> {
     let mut file = File::open(path)?;
     let file_len = file.metadata()?.len();
     let mut len = [0; 8];
@@ -46,6 +53,8 @@ pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
     let mut text = Vec::new();
     file.take(len).read_to_end(&mut text)?;
     let header: Header = serde_json::from_slice(&text).map_err(SafeTensorError::InvalidHeaderDeserialization)?;
+    let is_of_mlx =
+        header.metadata.is_some_and(|metadata| metadata.get("format").is_some_and(|format| format == "mlx"));
     let mut tensors: Vec<_> = header.tensors.into_iter().collect();
     tensors.sort_by_key(|(_, info)| info.data_offsets);
     let end = tensors.last().map_or(0, |(_, info)| info.data_offsets.1);
@@ -61,9 +70,11 @@ pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
             bail!("{name} has shape {shape:?}, which is too large to address")
         }
         let entry = match DType::try_from(dtype) {
-            Ok(DType::F4 | DType::F6E2M3 | DType::F6E3M2 | DType::F8E8M0) | Err(_) => {
-                Entry::Unreadable { shape: Some(shape), problem: format!("unsupported safetensors dtype {dtype:?}") }
-            }
+            Ok(DType::F4 | DType::F6E2M3 | DType::F6E3M2 | DType::F8E8M0) | Err(_) => Entry::Unreadable {
+                dtype: Some(format!("{dtype:?}")),
+                shape: Some(shape),
+                problem: format!("unsupported safetensors dtype {dtype:?}"),
+            },
             Ok(dtype) => Entry::Stored(StoredTensor {
                 file: shared_path.clone(),
                 dtype,
@@ -71,11 +82,12 @@ pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
                 shape,
                 strides: None,
                 start: data_start + data_offsets.0 as u64,
+                is_one_more: false,
             }),
         };
         entries.insert(name, entry);
     }
-    Ok(entries)
+    Ok(Contents { entries, is_of_mlx })
 }
 
 /// The index of a checkpoint: the shard of each tensor.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
-use candle_attention_modules::base::{filled, fits_in_memory};
+use candle_attention_modules::base::{FLOATS, accumulation_dtype, filled, fits_in_memory};
 
 /// The number of elements that are read and converted at once.
 const CHUNK: usize = 1 << 20;
@@ -22,6 +22,8 @@ pub(super) enum Entry {
     Stored(StoredTensor),
     /// A tensor of a dtype or layout that Candle does not have. Reading it is an error.
     Unreadable {
+        /// The dtype, if Candle does not have it.
+        dtype: Option<String>,
         /// The shape, if the file has it.
         shape: Option<Vec<usize>>,
         /// The text of the error.
@@ -35,6 +37,17 @@ impl Entry {
         match self {
             Self::Stored(stored) => Some(&stored.shape),
             Self::Unreadable { shape, .. } => shape.as_deref(),
+        }
+    }
+
+    /// Returns the dtype of a tensor that has no floats, such as the codes of quantised weights.
+    pub(super) fn packed_dtype(&self) -> Option<String> {
+        match self {
+            Self::Stored(stored) if stored.dtype != DType::F8E4M3 && !FLOATS.contains(&stored.dtype) => {
+                Some(format!("{:?}", stored.dtype))
+            }
+            Self::Stored(_) => None,
+            Self::Unreadable { dtype, .. } => dtype.clone(),
         }
     }
 
@@ -56,6 +69,8 @@ pub(super) struct StoredTensor {
     pub start: u64,
     /// The number of elements of the storage that the tensor is a view of.
     pub storage_len: usize,
+    /// Whether the file has `1 + w` where PyTorch stores `w`. Reading subtracts 1.
+    pub is_one_more: bool,
 }
 
 impl StoredTensor {
@@ -100,6 +115,7 @@ impl StoredTensor {
             }
             result.slice_set(&chunk.to_dtype(dtype)?.to_device(device)?, 0, start)?;
         }
+        let result = if self.is_one_more { one_less(&result)? } else { result };
         result.reshape(self.shape.as_slice())
     }
 
@@ -137,6 +153,11 @@ impl StoredTensor {
             _ => format!("[weights] cannot read {file}: {error}"),
         })
     }
+}
+
+/// Subtracts 1, and rounds once.
+pub(crate) fn one_less(tensor: &Tensor) -> Result<Tensor> {
+    (tensor.to_dtype(accumulation_dtype(tensor.dtype()))? - 1.0)?.to_dtype(tensor.dtype())
 }
 
 /// The numbers of rows and columns of a weight that share a scale.

@@ -2,7 +2,6 @@
 
 use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
-use serde_json::Value;
 
 use super::entry::Entry;
 use super::families::SharedPlace;
@@ -13,11 +12,12 @@ use candle_attention_core::{
     MultiHeadLatentAttentionConfig, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, WeightLayout,
 };
 use candle_attention_delta::{DeltaLayout, GatedDeltaNet, GatedDeltaNetConfig};
-use candle_attention_modules::base::has;
+use candle_attention_modules::base::{ConfigMethod, has};
 
 impl Entry<'_> {
     /// Loads one layer of a checkpoint.
-    pub fn load(&self, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
+    pub fn load(&self, layer: usize, given: VarBuilder) -> Result<MultiHeadAttention> {
+        let vb = self.with_norms_as_in_pytorch(given);
         let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load(cfg, layout, vb.pp(module));
         self.load_with(layer, &vb, load, Ok)
     }
@@ -131,16 +131,22 @@ impl Entry<'_> {
         self.family.modules.iter().flatten()
     }
 
-    /// Refuses quantised weights, except MXFP4, which quantises experts and not attention, and float8, whose scales the
-    /// reader of tensors applies (or refuses).
+    /// Refuses a config with a `quantization_config`, at any level, except MXFP4, which quantises experts and not
+    /// attention, and float8, whose scales the reader of tensors applies (or refuses). MLX's key `quantization` has
+    /// exceptions for some layers, whose tensors decide.
     fn refuse_quantized(&self) -> Result<()> {
-        match self.json.get("quantization_config") {
-            None | Some(Value::Null) => Ok(()),
-            Some(quantization) if ["mxfp4", "fp8"].iter().any(|known| quantization["quant_method"] == *known) => Ok(()),
-            Some(quantization) => bail!(
-                "[hf] {}: quantization_config is {quantization}, expected weights that are not quantised",
-                self.family.model_type
-            ),
+        for quantization in ConfigMethod::objects(self.json) {
+            if !["mxfp4", "fp8"].iter().any(|known| quantization["quant_method"] == *known) {
+                let looks = match ConfigMethod::of(self.json) {
+                    Some(found) => format!(" ({})", found.method),
+                    None => String::new(),
+                };
+                bail!(
+                    "[hf] {}: quantization_config is {quantization}{looks}, expected weights that are not quantised",
+                    self.family.model_type
+                )
+            }
         }
+        Ok(())
     }
 }

@@ -8,6 +8,7 @@ mod latent;
 mod layer_kinds;
 mod linear;
 mod load;
+mod mlx;
 mod names;
 mod positions;
 mod rope;
@@ -122,7 +123,9 @@ pub fn load_attention_shard(
     vb: &ShardedVarBuilder<'static>,
 ) -> Result<MultiHeadAttention> {
     let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load_shard(cfg, layout, shard, &vb.pp(module));
-    Entry::of(json)?.load_with(layer, &whole(vb), load, |bias| bias.shard(shard))
+    let entry = Entry::of(json)?;
+    entry.refuse_conversion_of_mlx(&whole(vb))?;
+    entry.load_with(layer, &whole(vb), load, |bias| bias.shard(shard))
 }
 
 /// Returns the config of one layer's latent attention: DeepSeek V2 and V3, and models with the same attention.
@@ -179,8 +182,10 @@ pub fn linear_attention_config(json: &Value, layer: usize) -> Result<GatedDeltaN
 /// # Errors
 /// As [`load_attention`], and for a layer of softmax attention.
 pub fn load_linear_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<GatedDeltaNet> {
+    let entry = Entry::of(json)?;
+    let vb = entry.with_norms_as_in_pytorch(vb);
     let load = |cfg: &_, layout, module: &str| GatedDeltaNet::load(cfg, layout, vb.pp(module));
-    Entry::of(json)?.load_linear_with(layer, &vb, load)
+    entry.load_linear_with(layer, &vb, load)
 }
 
 /// Loads one rank's heads of a layer of linear attention. [`GatedDeltaNet::load_shard`] describes the result.
@@ -194,7 +199,9 @@ pub fn load_linear_attention_shard(
     vb: &ShardedVarBuilder<'static>,
 ) -> Result<GatedDeltaNet> {
     let load = |cfg: &_, layout, module: &str| GatedDeltaNet::load_shard(cfg, layout, shard, &vb.pp(module));
-    Entry::of(json)?.load_linear_with(layer, &whole(vb), load)
+    let entry = Entry::of(json)?;
+    entry.refuse_conversion_of_mlx(&whole(vb))?;
+    entry.load_linear_with(layer, &whole(vb), load)
 }
 
 /// Loads the relative bias that all layers of a stack share, from a `config.json` and a builder at the model's root.

@@ -5,7 +5,7 @@ use candle_nn::VarBuilder;
 
 use candle_attention_core::WeightLayout;
 use candle_attention_core::internal::wrapper_prefixes;
-use candle_attention_modules::base::has;
+use candle_attention_modules::base::{QuantizedWeight, has};
 use candle_attention_modules::linear::Projection;
 
 pub(super) const LAYERS: &str = "num_hidden_layers";
@@ -110,6 +110,9 @@ pub(super) fn candidates<'a>(names: impl Iterator<Item = &'a ModuleNames>, numbe
 /// wrapper, or the builder has an adapter alone.
 fn elsewhere(candidates: &[Candidate], vb: &VarBuilder) -> Option<String> {
     for Candidate { parameter, module, layout } in candidates {
+        if let Some(quantized) = QuantizedWeight::beside(parameter, |beside| has(vb, beside)) {
+            return Some(format!("{parameter} {quantized}"));
+        }
         for tensor in layout.tensors(0, true) {
             for prefix in ["base_model.model.", ""] {
                 let matrix = format!("{prefix}{module}.{}.lora_A.weight", tensor.module);

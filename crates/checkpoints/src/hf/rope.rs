@@ -1,5 +1,7 @@
 //! Rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` in older configurations.
 
+use std::sync::Once;
+
 use candle_core::Result;
 use serde_json::Value;
 
@@ -210,6 +212,7 @@ fn llama3(given: &Fields, original_context: usize) -> Result<RopeScaling> {
 }
 
 fn yarn(given: &Fields, context: usize, original_context: usize) -> Result<RopeScaling> {
+    warn_of_other_factor(given)?;
     // transformers treats 0 as absent.
     let beta = |name: &str, default: f64| -> Result<f64> {
         Ok(given.optional(name)?.filter(|&beta| beta != 0.0).unwrap_or(default))
@@ -227,6 +230,19 @@ fn yarn(given: &Fields, context: usize, original_context: usize) -> Result<RopeS
         mscale_all_dim: given.optional("mscale_all_dim")?,
         truncate: given.flag("truncate", true)?,
     })
+}
+
+/// Logs a warning, once in a process, for `attn_factor`, which vLLM multiplies by YaRN's own factor, and which
+/// transformers does not read.
+fn warn_of_other_factor(given: &Fields) -> Result<()> {
+    static LOGGED: Once = Once::new();
+    let Some(factor) = given.optional::<f64>("attn_factor")?.filter(|&factor| factor != 1.0) else { return Ok(()) };
+    LOGGED.call_once(|| {
+        log::warn!(
+            "[hf] attn_factor of YaRN is {factor}, which is not used, as in transformers; expected attention_factor"
+        );
+    });
+    Ok(())
 }
 
 fn long_rope(given: &Fields, context: usize, original_context: usize) -> Result<RopeScaling> {

@@ -100,7 +100,8 @@ impl MultiHeadAttention {
     }
 
     /// Loads a layer from weights in any layout; see [`WeightLayout::detect`]. Parameters that belong to no projection
-    /// (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) have the same names in every layout.
+    /// (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) have the same names in every layout, except the norms of flax
+    /// (`query_ln.scale`) and torchtune (`q_norm.scale`).
     ///
     /// Plain tensors are read now, variables in every call, so that the layer learns with them.
     ///
@@ -400,7 +401,9 @@ impl MultiHeadAttention {
     pub fn state_dict(&self, layout: WeightLayout) -> Result<Vec<(String, Tensor)>> {
         self.refuse_adapter()?;
         let mut tensors = state_dict(&self.config, layout, &self.projections.to_linears()?)?;
-        tensors.extend(self.parameters.named()?);
+        for (name, tensor) in self.parameters.named()? {
+            tensors.push((layout.parameter_name(name), tensor));
+        }
         Ok(tensors)
     }
 

@@ -10,7 +10,7 @@ use crate::position::{AlibiConfig, LayerSpecs, content_specs};
 use candle_attention_modules::base::{HeadCounts, HeadShard, Heads, ParameterList, ParameterReader, ParameterSpec};
 use candle_attention_modules::norm::{
     KEY_NORM_NAMES, Norm, NormSpec, OUTPUT_NORM_NAMES, QUERY_NORM_NAMES, QkNorm, QkNormKind, QkNormScope,
-    ShardedDimension, refuse_norms,
+    ShardedDimension, VALUE_NORM_NAMES, refuse_norms,
 };
 
 impl MultiHeadAttentionConfig {
@@ -126,7 +126,7 @@ impl NormSpecs {
             }),
             values: cfg.value_norm().map(|eps| NormSpec {
                 norm: without_weight(eps),
-                names: ["v_norm"; 3],
+                names: VALUE_NORM_NAMES,
                 heads: Heads::Key,
                 count: h_kv,
                 width: d_v,

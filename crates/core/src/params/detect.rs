@@ -54,6 +54,11 @@ pub fn detect_with(tensors: &impl TensorSource, is_meant: impl Fn(WeightLayout) 
         return Ok(*layout);
     }
     if readings.is_empty() {
+        for name in query_weights() {
+            if let Some(quantized) = tensors.quantized(&name) {
+                bail!("[weight_layout] {name} {place} {quantized}")
+            }
+        }
         let elsewhere = elsewhere(tensors)?;
         let count = WeightLayout::all().len();
         bail!("[weight_layout] no attention weights {place} under the names of any of {count} layouts; {elsewhere}")

@@ -3,6 +3,7 @@
 use candle_core::Result;
 
 use super::layout::{PackedNaming, WeightLayout};
+use crate::config::MultiHeadAttentionConfig;
 use candle_attention_modules::base::ParameterReader;
 use candle_attention_modules::linear::Projection::Query;
 
@@ -55,12 +56,6 @@ const FOREIGN: &[&str] = &[
     "mix_heads_post_attn",
     "q_norm.gamma",
     "k_norm.gamma",
-    // torchtune.
-    "q_norm.scale",
-    "k_norm.scale",
-    // flax: `normalize_qk`.
-    "query_ln.scale",
-    "key_ln.scale",
     // Keras: `use_gate`.
     "gate.kernel",
     "gate_dense.vars.0",
@@ -74,6 +69,15 @@ const FOREIGN: &[&str] = &[
     "proj_w.weight",
     "gating_param",
     "sr.weight",
+    // LeViT, TinyViT and EfficientFormer.
+    "attention_biases",
+    // timm's positions of MaxViT, CoAtNet and Swin V2 CR.
+    "rel_pos.relative_position_bias_table",
+    "rel_pos.mlp.fc1.weight",
+    "rel_pos.bias",
+    "rel_pos_t",
+    "meta_mlp.fc1.weight",
+    "cpb_mlp.0.weight",
     // The differential transformer.
     "lambda_q1",
     "lambda_k1",
@@ -108,13 +112,27 @@ const FOREIGN: &[&str] = &[
 /// quantised caches.
 const NORM_SCALES: [&str; 2] = ["q_scale", "k_scale"];
 
+/// Norms that have these names in a config's own norms too, where they are not in an inner module.
+const INNER_NORMS: [&str; 4] = ["q_norm.scale", "k_norm.scale", "query_ln.scale", "key_ln.scale"];
+
+/// The norm of the attention output of timm, or of the input in TinyViT. In other layouts it may be a norm that is
+/// next to the attention.
+const NORM: [&str; 2] = ["norm.weight", "norm.bias"];
+
 /// Refuses parameters that the layer would pass over although the module that saved them uses them.
 ///
 /// # Errors
 /// If there is one, with its name.
-pub(super) fn refuse_foreign(layout: WeightLayout, num_heads: usize, reader: &ParameterReader) -> Result<()> {
+pub(super) fn refuse_foreign(
+    layout: WeightLayout,
+    cfg: &MultiHeadAttentionConfig,
+    reader: &ParameterReader,
+) -> Result<()> {
     const WHY: &str = "the layer has no such parameter, and would pass over it";
     reader.refuse(FOREIGN, WHY)?;
+    if let WeightLayout::Packed(PackedNaming::Qkv, _) = layout {
+        reader.refuse(NORM, WHY)?;
+    }
     if let WeightLayout::XTransformers
     | WeightLayout::Diffusers
     | WeightLayout::Packed(PackedNaming::ToQkv | PackedNaming::ToQkvToOut0, _) = layout
@@ -122,12 +140,13 @@ pub(super) fn refuse_foreign(layout: WeightLayout, num_heads: usize, reader: &Pa
         reader.refuse(NORM_SCALES, WHY)?;
     }
     // Some libraries store the projections in an inner module.
-    let heads = if layout.is_stacked() { num_heads } else { 1 };
+    let heads = if layout.is_stacked() { cfg.num_heads() } else { 1 };
     for head in 0..heads {
         let tensors = layout.tensors(head, true);
         let query = tensors.iter().find(|tensor| tensor.holds(Query)).map(|tensor| tensor.module.as_str());
         if let Some((inner, _)) = query.and_then(|module| module.rsplit_once('.')) {
             reader.pp(inner).refuse(FOREIGN, WHY)?;
+            reader.pp(inner).refuse(INNER_NORMS, WHY)?;
         }
     }
     Ok(())

@@ -51,13 +51,14 @@
 /// | `packed:query_key_value:by-head` | query_key_value, dense; rows by head | GPT-NeoX, Bloom, Falcon |
 /// | `packed:c_attn` | c_attn, c_proj, not transposed; rows by part | nanoGPT, GPT-BigCode with one key head |
 /// | `packed:c_attn:by-head` | c_attn, c_proj, not transposed; rows by head | GPT-BigCode |
-/// | `packed:qkv` | qkv, proj; rows by part | timm |
+/// | `packed:qkv` | qkv, proj; rows by part; `qkv.bias_mask` is multiplied by the bias (DINOv3) | timm |
 /// | `packed:qkv-projection` | qkv, projection; rows by part | BLIP's images |
 /// | `packed:to_qkv` | to_qkv, to_out; rows by part | lucidrains' vit-pytorch (`SimpleViT`) and others |
 /// | `packed:to_qkv-to_out.0` | to_qkv, to_out.0; rows by part | lucidrains' vit-pytorch |
 ///
-/// Every packed spelling accepts `:by-head`. Persistent buffers in the file (`mask`, `tril`) are passed over. Names
-/// with `/` between their parts, as flax and Keras have, are read by `weights::open` with `.` instead.
+/// Every packed spelling accepts `:by-head`, and reads separate biases, `q_bias` and `v_bias` (BEiT, EVA, VideoMAE).
+/// Persistent buffers in the file (`mask`, `tril`) are passed over. Names with `/` between their parts, as flax and
+/// Keras have, are read by `weights::open` with `.` instead.
 ///
 /// [`MultiHeadAttention::new`]: crate::MultiHeadAttention::new
 /// [`RopeStyle::Interleaved`]: crate::RopeStyle::Interleaved

@@ -161,6 +161,15 @@ impl LayoutTensor {
         [Self::weight(module.clone(), kind, projections), Self::bias(module, kind, projections)]
     }
 
+    /// Returns the biases that a packed layer may have next to its weight instead of one packed bias.
+    pub fn separate_biases() -> [Self; 3] {
+        [
+            Self::bias("q_bias", Kind::Bias, &[Query]),
+            Self::bias("k_bias", Kind::Bias, &[Key]),
+            Self::bias("v_bias", Kind::Bias, &[Value]),
+        ]
+    }
+
     fn weight(module: impl Into<String>, kind: Kind, projections: &'static [Projection]) -> Self {
         Self { module: module.into(), kind, is_bias: false, projections }
     }
@@ -174,6 +183,7 @@ impl LayoutTensor {
         let suffix = if self.is_bias { "bias" } else { "weight" };
         match self.kind {
             Kind::Raw(_) if !self.is_bias => self.module.clone(),
+            Kind::Bias => self.module.clone(),
             Kind::InProj => format!("{}_{suffix}", self.module),
             Kind::Heads(KernelNames::Vars) => {
                 format!("{}.vars.{}", self.module, if self.is_bias { 1 } else { 0 })
@@ -183,6 +193,11 @@ impl LayoutTensor {
             }
             _ => format!("{}.{suffix}", self.module),
         }
+    }
+
+    /// Returns the other name that some files have for the tensor.
+    pub fn other_name(&self) -> Option<String> {
+        other_name(&self.name(), self.is_bias, self.projections)
     }
 
     /// Returns whether the tensor has rows of a projection's weight.
@@ -196,9 +211,28 @@ impl LayoutTensor {
             Kind::Heads(_) if self.projections == [Output] => StoredDims::HeadsOut,
             Kind::Heads(_) => StoredDims::InHeads,
             Kind::Conv1d | Kind::Dense | Kind::Raw(Orientation::InOut) => StoredDims::InOut,
-            Kind::Linear | Kind::Raw(Orientation::OutIn) | Kind::InProj | Kind::OutProj => StoredDims::OutIn,
+            Kind::Linear | Kind::Raw(Orientation::OutIn) | Kind::InProj | Kind::OutProj | Kind::Bias => {
+                StoredDims::OutIn
+            }
         }
     }
+}
+
+/// Returns the other name that some files have for a parameter: that of a gate's projection; and the parameters outside
+/// the projections in which the first files of BEiT, EVA and VideoMAE store biases.
+pub(super) fn other_name(name: &str, is_bias: bool, projections: &[Projection]) -> Option<String> {
+    let bias = match projections {
+        [Gate] => return Some(name.replace(GATE_NAME, OTHER_GATE_NAME)),
+        [Query] => "q_bias",
+        [Key] => "k_bias",
+        [Value] => "v_bias",
+        _ => return None,
+    };
+    let module = name.strip_suffix(".bias").filter(|_| is_bias)?;
+    Some(match module.rsplit_once('.') {
+        Some((outer, _)) => format!("{outer}.{bias}"),
+        None => bias.to_string(),
+    })
 }
 
 /// The form of a stored projection: a [`Storage`], or that of another library.
@@ -219,6 +253,8 @@ pub(super) enum Kind {
     InProj,
     /// A linear layer whose bias begins with zeros.
     OutProj,
+    /// A bias alone, whose name is that of the module.
+    Bias,
 }
 
 /// The names of kernels with a dimension of heads, and of their biases.

@@ -24,7 +24,8 @@ pub use tensors::{ProjectionShape, projection_shape};
 use candle_core::{Error, Result, Tensor, bail};
 use candle_nn::{Linear, VarBuilder};
 use foreign::refuse_foreign;
-use tensors::{ProjectionTensor, projection_tensors};
+use layout_tensors::other_name;
+use tensors::{ProjectionTensor, has_separate_biases, projection_tensors};
 
 use crate::config::{KvSharing, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{Heads, ParameterReader, WeightAndBias, fits_in_memory, root};
@@ -42,15 +43,48 @@ pub(crate) fn load_projections(
     reader: &ParameterReader,
 ) -> Result<Projections> {
     let own_heads = reader.own_range(Heads::Query, cfg.num_heads());
-    let tensors = projection_tensors(reader.op, cfg, layout, own_heads)?;
+    let separate_biases = has_separate_biases(cfg, layout) || stores_separate_biases(layout, reader);
+    let tensors = projection_tensors(reader.op, cfg, layout, own_heads, separate_biases)?;
     if !cfg.output_gate().is_some_and(|gate| gate.layout != GateLayout::FusedWithQuery) {
         let modules = [GATE_NAME, OTHER_GATE_NAME].into_iter();
         let names = modules.flat_map(|module| [format!("{module}.weight"), format!("{module}.bias")]);
         reader.refuse(names, "the config says there is no such gate")?;
     }
     let projections = read_projections(layout, tensors, reader)?;
+    refuse_other_biases(layout, separate_biases, reader)?;
     refuse_unused(cfg, layout, reader)?;
     Projections::new(&projections, reader.vb.dtype(), reader.vb.device())
+}
+
+/// Returns whether a file has biases of q, k and v next to a packed weight, and no packed bias.
+fn stores_separate_biases(layout: WeightLayout, reader: &ParameterReader) -> bool {
+    let has_packed_bias =
+        || layout.tensors(0, true).iter().any(|tensor| is_packed_bias(tensor) && reader.has(&tensor.name()));
+    let has_own = || LayoutTensor::separate_biases().iter().any(|tensor| reader.has(&tensor.name()));
+    matches!(layout, WeightLayout::Packed(..)) && has_own() && !has_packed_bias()
+}
+
+fn is_packed_bias(tensor: &LayoutTensor) -> bool {
+    tensor.is_bias && tensor.projections.len() > 1
+}
+
+/// Refuses biases of q, k and v under a name that was not read.
+fn refuse_other_biases(layout: WeightLayout, separate_biases: bool, reader: &ParameterReader) -> Result<()> {
+    if separate_biases {
+        let tensors = layout.tensors(0, true);
+        let packed = tensors.iter().filter(|tensor| is_packed_bias(tensor)).map(LayoutTensor::name);
+        return reader.refuse(packed, "the config says that some of q, k and v have no bias");
+    }
+    let mut unread: Vec<_> = LayoutTensor::separate_biases().iter().map(LayoutTensor::name).collect();
+    for tensor in layout.tensors(0, true).iter().filter(|tensor| tensor.is_bias) {
+        let Some(other) = tensor.other_name() else { continue };
+        unread.retain(|name| *name != other);
+        // The tensor was read under its first name.
+        if reader.has(&tensor.name()) {
+            unread.push(other);
+        }
+    }
+    reader.refuse(unread, "no projection reads it, or the projection has another bias too")
 }
 
 /// The names that models have for the module of their attention.
@@ -66,9 +100,11 @@ fn read_projections(
     let mut projections = ByProjection::<WeightAndBias>::new();
     for mut tensor in tensors {
         let stored = &mut tensor.tensor.spec.stored;
-        if let Some(other) = other_name(stored)
+        let is_gate_found = has_gate && tensor.projections == [Projection::Gate];
+        if let Some(other) = other_name(stored, tensor.is_bias, tensor.projections)
             && reader.has(&other)
-            && !(has_gate && other.starts_with(OTHER_GATE_NAME))
+            && !is_gate_found
+            && (!tensor.is_bias || !reader.has(stored))
         {
             *stored = other;
         }
@@ -112,7 +148,7 @@ fn refuse_unused(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, reader: &
     if !cfg.out_proj() {
         refuse_out_proj(reader)?;
     }
-    refuse_foreign(layout, cfg.num_heads(), reader)?;
+    refuse_foreign(layout, cfg, reader)?;
     // The published files of layers that read the keys and values of an earlier layer have both, and no model reads
     // them.
     if cfg.kv_sharing() == KvSharing::KeysAsValues {
@@ -132,19 +168,6 @@ fn refuse_unused(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, reader: &
     Ok(())
 }
 
-/// Returns the other name that some files have for a parameter: that of a gate's projection; and the parameters outside
-/// the projections in which the first files of BEiT and VideoMAE store biases.
-fn other_name(name: &str) -> Option<String> {
-    for (usual, other) in
-        [("query.bias", "q_bias"), ("key.bias", "k_bias"), ("value.bias", "v_bias"), (GATE_NAME, OTHER_GATE_NAME)]
-    {
-        if name.contains(usual) {
-            return Some(name.replace(usual, other));
-        }
-    }
-    None
-}
-
 /// Refuses an output projection of any layout, which would change the output.
 fn refuse_out_proj(reader: &ParameterReader) -> Result<()> {
     reader.refuse(WeightLayout::output_names(), "the config says there is no output projection")
@@ -161,7 +184,8 @@ pub(crate) fn state_dict(
     projections: &ByProjection<Linear>,
 ) -> Result<Vec<(String, Tensor)>> {
     let mut named = Vec::new();
-    for tensor in projection_tensors("state_dict", cfg, layout, 0..cfg.num_heads())? {
+    let separate_biases = has_separate_biases(cfg, layout);
+    for tensor in projection_tensors("state_dict", cfg, layout, 0..cfg.num_heads(), separate_biases)? {
         if let Some(stored) = tensor.join(projections)? {
             named.push((tensor.tensor.spec.name, stored));
         }

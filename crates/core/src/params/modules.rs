@@ -5,8 +5,8 @@ use std::sync::Once;
 use candle_core::{Result, Tensor, bail};
 
 use super::layout::WeightLayout;
-use super::other_name;
-use super::tensors::{ProjectionTensor, projection_tensors};
+use super::layout_tensors::other_name;
+use super::tensors::{ProjectionTensor, has_separate_biases, projection_tensors};
 use crate::config::MultiHeadAttentionConfig;
 use candle_attention_modules::base::{ParameterReader, StoredDims};
 use candle_attention_modules::linear::{ByProjection, LoraMatrices, Projections, ReplacedRows};
@@ -82,10 +82,11 @@ pub(crate) fn replaced_rows(
 ) -> Result<ByProjection<ReplacedRows>> {
     let linears = projections.to_linears()?;
     let mut replaced = ByProjection::new();
-    for tensor in projection_tensors(op, cfg, layout, 0..cfg.num_heads())? {
+    let separate_biases = has_separate_biases(cfg, layout);
+    for tensor in projection_tensors(op, cfg, layout, 0..cfg.num_heads(), separate_biases)? {
         let Some(current) = tensor.join(&linears)? else { continue };
         let name = tensor.tensor.spec.name.clone();
-        let other = other_name(&name);
+        let other = other_name(&name, tensor.is_bias, tensor.projections);
         if let Some(values) = replacement(&ParameterName { name, other }, &current)? {
             tensor.replace(values, projections.dtype, &mut replaced)?;
         }
@@ -124,7 +125,7 @@ pub(crate) fn module_weights(
         bail!("[{op}] the layout {layout} has a module for each head, expected one for all heads")
     }
     let mut modules = Vec::new();
-    for weight in projection_tensors(op, cfg, layout, 0..cfg.num_heads())?.filter(|tensor| !tensor.is_bias) {
+    for weight in projection_tensors(op, cfg, layout, 0..cfg.num_heads(), false)?.filter(|tensor| !tensor.is_bias) {
         let spec = &weight.tensor.spec;
         let Some(name) = spec.stored.strip_suffix(".weight") else {
             bail!("[{op}] {} of the layout {layout} is no linear layer, which adapters change", spec.stored)
@@ -133,7 +134,7 @@ pub(crate) fn module_weights(
             (StoredDims::OutIn, &[outputs, inputs]) | (StoredDims::InOut, &[inputs, outputs]) => (outputs, inputs),
             (_, shape) => bail!("[{op}] {} has shape {shape:?}, expected a matrix", spec.stored),
         };
-        let other = other_name(&spec.stored);
+        let other = other_name(&spec.stored, weight.is_bias, weight.projections);
         let other_name = other.and_then(|other| other.strip_suffix(".weight").map(str::to_string));
         let module = AdaptableModule { name: name.to_string(), other_name, outputs, inputs };
         modules.push(ModuleWeight { module, weight });

@@ -226,6 +226,21 @@ impl WeightLayout {
         }
     }
 
+    /// Returns the name that the library of this layout has for a parameter that belongs to no projection, by this
+    /// crate's name of it.
+    pub(crate) fn parameter_name(self, own: String) -> String {
+        let name = match (self, own.as_str()) {
+            (Self::Flax, "q_norm.weight") => "query_ln.scale",
+            (Self::Flax, "k_norm.weight") => "key_ln.scale",
+            (Self::Flax, "q_norm.bias") => "query_ln.bias",
+            (Self::Flax, "k_norm.bias") => "key_ln.bias",
+            (Self::Torchtune, "q_norm.weight") => "q_norm.scale",
+            (Self::Torchtune, "k_norm.weight") => "k_norm.scale",
+            _ => return own,
+        };
+        name.to_string()
+    }
+
     /// Returns the names of the parameters of the output projections of all layouts.
     pub(super) fn output_names() -> BTreeSet<String> {
         let mut names = BTreeSet::new();

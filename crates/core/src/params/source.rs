@@ -3,7 +3,7 @@
 use candle_core::{Error, Result, bail};
 use candle_nn::VarBuilder;
 
-use candle_attention_modules::base::{has, missing_tensor_hint, root, stored_name};
+use candle_attention_modules::base::{QuantizedWeight, has, missing_tensor_hint, root, stored_name};
 
 /// Tensors by name, for the detection of a layout: of a builder, or of a checkpoint whose header was read.
 ///
@@ -29,6 +29,9 @@ pub trait TensorSource: Sized {
     /// # Errors
     /// If there are no tensors at all, since they are made when a layer asks for them.
     fn hint(&self, missing: &str) -> Result<Option<String>>;
+
+    /// Returns the signs that a weight is quantised; `None` if there are none.
+    fn quantized(&self, name: &str) -> Option<QuantizedWeight>;
 }
 
 /// The tensors of a builder. It has no shapes, so that a tensor is read to know its shape.
@@ -74,5 +77,9 @@ impl TensorSource for VarBuilder<'_> {
             )
         }
         Ok(missing_tensor_hint(&error))
+    }
+
+    fn quantized(&self, name: &str) -> Option<QuantizedWeight> {
+        QuantizedWeight::beside(&stored_name(self, name), |beside| has(self, beside))
     }
 }

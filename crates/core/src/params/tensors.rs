@@ -105,8 +105,16 @@ fn has_bias(cfg: &MultiHeadAttentionConfig, projection: Projection) -> bool {
     }
 }
 
+/// Returns whether a packed layer has separate biases: `q_bias` and `v_bias` without a bias of
+/// keys, as in BEiT, EVA and VideoMAE.
+pub(super) fn has_separate_biases(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> bool {
+    let is_packed = matches!(layout, WeightLayout::Packed(..));
+    is_packed && (cfg.k_bias() != cfg.q_bias() || cfg.v_bias() != cfg.q_bias())
+}
+
 /// Returns the tensors of a layer, in the order in which PyTorch draws them; for a stack only the tensors of `heads`.
-/// They are made one after the other, since a config may claim more heads than any file has.
+/// They are made one after the other, since a config may claim more heads than any file has. With `separate_biases`
+/// the biases of q, k and v are separate tensors.
 ///
 /// # Errors
 /// In the name of the operation `op`, if the config does not fit the layout.
@@ -115,6 +123,7 @@ pub(super) fn projection_tensors(
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,
     heads: Range<usize>,
+    separate_biases: bool,
 ) -> Result<impl Iterator<Item = ProjectionTensor>> {
     if let Some(problem) = problem(cfg, layout) {
         bail!("[{op}] {problem} (layout {layout})")
@@ -126,6 +135,10 @@ pub(super) fn projection_tensors(
         let mut named = layout.tensors(head, one_width);
         // All heads of a stack have one output projection, which comes after them.
         named.retain(|tensor| head == last || tensor.projections != [Output]);
+        if separate_biases {
+            named.retain(|tensor| !(tensor.is_bias && tensor.projections.len() > 1));
+            named.extend(LayoutTensor::separate_biases());
+        }
         named.into_iter().filter_map(move |tensor| projection_tensor(cfg, layout, head, &tensor))
     };
     Ok(heads.flat_map(tensors_of_head))
@@ -217,6 +230,7 @@ fn initialisation(kind: Kind, is_bias: bool, in_dim: usize, out_dim: usize) -> I
         Kind::OutProj if is_bias => DRAWN_THEN_ZEROED,
         Kind::Linear | Kind::OutProj => LINEAR_WEIGHT,
         Kind::Conv1d | Kind::Raw(_) | Kind::InProj | Kind::Dense | Kind::Heads(_) if is_bias => Init::Const(0.0),
+        Kind::Bias => Init::Const(0.0),
         Kind::Conv1d => Init::Randn { mean: 0.0, stdev: 0.02 },
         Kind::Raw(_) => Init::Uniform { lo: 0.0, up: 1.0 },
         // The variance of flax' `lecun_normal`.
@@ -278,7 +292,7 @@ fn problem(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Option<Strin
         return Some(format!("the config has a bias on {name}, which plain parameters do not have"));
     }
     if is_packed {
-        return packed_problem(cfg);
+        return packed_problem(cfg, layout);
     }
     if is_torch { torch_problem(cfg) } else { None }
 }
@@ -298,14 +312,15 @@ fn stack_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
     None
 }
 
-fn packed_problem(cfg: &MultiHeadAttentionConfig) -> Option<String> {
+fn packed_problem(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Option<String> {
     let q = cfg.embed_dim();
     let k = cfg.kdim();
     let v = cfg.vdim();
     if [k, v] != [q, q] {
         return Some(format!("one packed weight reads one input, but the config has input widths {q}, {k} and {v}"));
     }
-    if cfg.k_bias() != cfg.q_bias() || cfg.v_bias() != cfg.q_bias() {
+    let is_same = cfg.k_bias() == cfg.q_bias() && cfg.v_bias() == cfg.q_bias();
+    if !is_same && !has_separate_biases(cfg, layout) {
         return Some("one packed bias covers q, k and v, but the config has some of them only".into());
     }
     None

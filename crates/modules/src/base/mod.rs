@@ -2,6 +2,7 @@
 //! parameters by name, and shards for tensor parallelism.
 
 mod expect;
+mod facts;
 mod fused;
 mod graph;
 mod low_rank;
@@ -9,6 +10,7 @@ mod nearest;
 mod optional_ref;
 mod parameter_list;
 mod parameters;
+mod quantization;
 mod query_heads;
 mod reader;
 pub mod rowwise;
@@ -21,6 +23,7 @@ pub use expect::{
     Dim, Expect, FLOATS, accumulation_dtype, check_entries, check_keys_and_values, check_memory, filled,
     fits_in_memory, is_addressable,
 };
+pub use facts::Fact;
 pub use fused::{FusedRows, FusedTensor, StoredDims};
 pub use graph::{IntoStorage, gradient_of, is_linked, record, record_two, reshape_linked, transpose_linked};
 pub use low_rank::LowRankUpdate;
@@ -28,6 +31,7 @@ pub use nearest::{did_you_mean, edits, nearest};
 pub use optional_ref::OptionalRef;
 pub use parameter_list::{ParameterList, StoredParameter};
 pub use parameters::{Parameter, WeightAndBias, frozen, part, save, variables_without_gradient};
+pub use quantization::{ConfigMethod, QuantizedWeight};
 pub use query_heads::QueryHeadOrder;
 pub use reader::{
     DRAWN_THEN_ZEROED, LINEAR_WEIGHT, ParameterReader, SCALES, has, linear_bias, missing_tensor_hint, moved_names,

@@ -8,6 +8,8 @@ use candle_nn::var_builder::{Shard, ShardedVarBuilder, SimpleBackend};
 use candle_nn::{Linear, VarBuilder};
 
 use super::expect::{FLOATS, fits_in_memory};
+use super::facts::{Fact, has_integers, is_claimed_by_all};
+use super::quantization::QuantizedWeight;
 use super::shard::{HeadCounts, HeadShard, Heads, Share};
 use super::spec::{NO_BIAS, ParameterSpec};
 
@@ -103,7 +105,7 @@ impl<'a> ParameterReader<'a> {
     pub fn get(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let shape = shape.into();
         let stored = &stored_name(&self.vb, name);
-        self.refuse_scale(stored)?;
+        self.refuse_quantized(stored)?;
         if !fits_in_memory(shape.dims()) {
             return self
                 .fail(format!("{} would have shape {shape:?}, which is too large to address", self.full_name(stored)));
@@ -114,7 +116,7 @@ impl<'a> ParameterReader<'a> {
             }
             got => got,
         };
-        let tensor = got.map_err(|error| self.explain(stored, &shape, error))?;
+        let tensor = self.masked(stored, got.map_err(|error| self.explain(stored, &shape, error))?)?;
         // A `VarMap` returns its tensor in its own dtype.
         if tensor.dtype() != self.vb.dtype() {
             return self.fail(format!(
@@ -125,6 +127,25 @@ impl<'a> ParameterReader<'a> {
             ));
         }
         Ok(tensor)
+    }
+
+    /// Returns a bias times the mask next to it, and a bias without a mask as it is. Where the mask is 0 the product is
+    /// 0, also if the bias is NaN. DINOv3 masks the bias of keys.
+    fn masked(&self, name: &str, bias: Tensor) -> Result<Tensor> {
+        let mask_name = format!("{name}_mask");
+        if !name.ends_with("bias") || !self.has(&mask_name) {
+            return Ok(bias);
+        }
+        if bias.track_op() {
+            return self.fail(format!(
+                "{} is in the file, and {} is a variable, expected a bias without a mask in training",
+                self.full_name(&mask_name),
+                self.full_name(name)
+            ));
+        }
+        let shape = bias.shape();
+        let mask = self.vb.get(shape.clone(), &mask_name).map_err(|error| self.explain(&mask_name, shape, error))?;
+        mask.ne(0.0)?.where_cond(&(&bias * &mask)?, &bias.zeros_like()?)
     }
 
     /// Returns a parameter, or this rank's share of it.
@@ -195,20 +216,32 @@ impl<'a> ParameterReader<'a> {
         Ok(())
     }
 
-    /// Refuses a float8 weight of a builder that returns it without its scale. The builder of a `Checkpoint` applies
-    /// scales, and has no tensors of their names.
-    fn refuse_scale(&self, name: &str) -> Result<()> {
-        for suffix in SCALES {
-            let scale = format!("{name}{suffix}");
-            if self.has(&scale) {
-                return self.fail(format!(
-                    "{} is to be multiplied by {}, which this builder does not do; that of weights::open does",
-                    self.full_name(name),
-                    self.full_name(&scale)
-                ));
-            }
+    /// Refuses a quantised weight, and a weight whose scale the builder does not apply. The builder of `weights::open`
+    /// applies the scales of float8, and has no tensors of their names.
+    fn refuse_quantized(&self, name: &str) -> Result<()> {
+        let is_opened = Fact::Opened.is_known_of(&self.vb);
+        let full_name = self.full_name(name);
+        if let Some(found) = QuantizedWeight::beside(name, |beside| self.has(beside)) {
+            // The error of an opened file is its builder's, which knows dtypes and the config too.
+            return if is_opened { Ok(()) } else { self.fail(format!("{full_name} {found}")) };
         }
-        Ok(())
+        if has_integers(&self.vb, &full_name) {
+            let Err(error) = self.vb.get_unchecked(name) else {
+                return self.fail(format!("{full_name} has integers in the file, expected floats"));
+            };
+            return Err(self.explain(name, &Shape::from(()), error));
+        }
+        let Some(scale) = SCALES.iter().map(|suffix| format!("{name}{suffix}")).find(|scale| self.has(scale)) else {
+            return Ok(());
+        };
+        let scale = self.full_name(&scale);
+        if is_opened {
+            return self
+                .fail(format!("{scale} is next to {full_name}, expected no scale of a weight that is not float8"));
+        }
+        self.fail(format!(
+            "{full_name} is to be multiplied by {scale}, which this builder does not do; that of weights::open does"
+        ))
     }
 
     /// Returns whether the builder has a tensor of this name in particular, as [`has`] does.
@@ -284,9 +317,8 @@ impl SimpleBackend for Whole {
 /// Returns whether a builder has a tensor of this name in particular, or under the name that PEFT moves it to. One that
 /// claims every name, as `VarBuilder::zeros` does, has none.
 pub fn has(vb: &VarBuilder, name: &str) -> bool {
-    const UNKNOWN_NAME: &str = "no parameter has this name";
     let is_there = vb.contains_tensor(name) || moved_names(name).any(|moved| vb.contains_tensor(&moved));
-    is_there && !vb.contains_tensor(UNKNOWN_NAME)
+    is_there && !is_claimed_by_all(vb)
 }
 
 /// Returns the names to which PEFT moves the parameter of a module that it adapts, or of which it trains a copy:
@@ -305,13 +337,13 @@ pub fn stored_name(vb: &VarBuilder, name: &str) -> String {
     moved_names(name).find(|moved| vb.contains_tensor(moved)).unwrap_or_else(|| name.to_string())
 }
 
-/// Returns the tensors that a checkpoint has instead of a missing one, from the error of its builder, which has
-/// them as the context next to the cause.
+/// Returns what a checkpoint has instead of a missing or misshapen tensor, from the error of its builder, which has
+/// it as the context next to the cause.
 pub fn missing_tensor_hint(error: &Error) -> Option<String> {
     match error {
         Error::WithBacktrace { inner, .. } | Error::WithPath { inner, .. } => missing_tensor_hint(inner),
         Error::Context { inner, context } => match &**inner {
-            Error::CannotFindTensor { .. } => Some(context.to_string()),
+            Error::CannotFindTensor { .. } | Error::UnexpectedShape { .. } => Some(context.to_string()),
             inner => missing_tensor_hint(inner),
         },
         _ => None,

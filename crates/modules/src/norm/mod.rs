@@ -12,7 +12,8 @@ use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
 use crate::base::{
-    Heads, NO_BIAS, Parameter, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, check_memory, number,
+    Fact, Heads, NO_BIAS, Parameter, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, check_memory,
+    number,
 };
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 use cuda::CudaNorm;
@@ -51,7 +52,8 @@ pub enum QkNormScope {
 }
 
 /// Normalisation of queries and keys. The parameters are `q_norm.weight` and `k_norm.weight`, and `.bias` for the kind
-/// with a bias. The names `q_layernorm` and `query_layernorm` are read too. StableLM's list of one norm for each head,
+/// with a bias. The names `q_layernorm` and `query_layernorm` are read too, and `q_norm.scale` (torchtune)
+/// and `query_ln.scale` (flax). StableLM's list of one norm for each head,
 /// `q_layernorm.norms.{i}.weight`, is read as one weight (H, D).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -80,6 +82,21 @@ impl QkNormKind {
     /// Returns the initial value of a new weight.
     fn initial_weight(self) -> Init {
         Init::Const(if self == Self::RmsPlusOne { 0.0 } else { 1.0 })
+    }
+
+    /// Refuses the file of a model that MLX converted and that is not known, where the norm multiplies by `1 + weight`:
+    /// MLX stores the sum in some models and the weight in others.
+    fn refuse_unknown_conversion(self, source: &ParameterReader) -> Result<()> {
+        let is_unknown = self == Self::RmsPlusOne
+            && Fact::WrittenByMlx.is_known_of(&source.vb)
+            && !Fact::NormsAsInPyTorch.is_known_of(&source.vb);
+        if is_unknown {
+            return source.fail(
+                "MLX converted this model, and stores norms as w or as 1 + w depending on the model, expected a file \
+                 with its config.json next to it, or `hf::load_attention`",
+            );
+        }
+        Ok(())
     }
 
     fn subtracts_mean(self) -> bool {
@@ -120,14 +137,61 @@ pub fn check_epsilon(op: &str, name: &str, norm: Option<impl Into<QkNorm>>) -> R
     number::epsilon(op, &format!("eps of {name}"), norm.map(|norm| norm.into().eps))
 }
 
-/// The names of the norm of queries in files. The first one is the crate's own.
-pub const QUERY_NORM_NAMES: [&str; 3] = ["q_norm", "q_layernorm", "query_layernorm"];
+/// The name of a norm in files, and that of its weight there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NormName {
+    /// The module of the norm.
+    pub module: &'static str,
+    /// The parameter that is the weight.
+    pub weight: &'static str,
+}
 
-/// The names of the norm of keys in files. The first one is the crate's own.
-pub const KEY_NORM_NAMES: [&str; 3] = ["k_norm", "k_layernorm", "key_layernorm"];
+const fn norm_name(module: &'static str) -> NormName {
+    NormName { module, weight: "weight" }
+}
+
+impl NormName {
+    /// Returns the name of the weight below the module of the attention.
+    #[must_use]
+    pub fn weight_name(self) -> String {
+        format!("{}.{}", self.module, self.weight)
+    }
+
+    /// Returns the name of the first weight of a list with one norm for each head.
+    fn first_of_list(self) -> String {
+        format!("{}.norms.0.{}", self.module, self.weight)
+    }
+
+    /// Returns the parameters that a file may have.
+    fn parameters(self) -> [String; 3] {
+        [self.weight_name(), format!("{}.bias", self.module), self.first_of_list()]
+    }
+}
+
+/// The names of the norm of queries in files. The first one is the crate's own, the last two are torchtune's and flax'.
+pub const QUERY_NORM_NAMES: &[NormName] = &[
+    norm_name("q_norm"),
+    norm_name("q_layernorm"),
+    norm_name("query_layernorm"),
+    NormName { module: "q_norm", weight: "scale" },
+    NormName { module: "query_ln", weight: "scale" },
+];
+
+/// The names of the norm of keys in files, in the same order.
+pub const KEY_NORM_NAMES: &[NormName] = &[
+    norm_name("k_norm"),
+    norm_name("k_layernorm"),
+    norm_name("key_layernorm"),
+    NormName { module: "k_norm", weight: "scale" },
+    NormName { module: "key_ln", weight: "scale" },
+];
+
+/// The names of the norm of values in files.
+pub const VALUE_NORM_NAMES: &[NormName] = &[norm_name("v_norm")];
 
 /// The names of the norm of the attention output in files. The first one is the crate's own.
-pub const OUTPUT_NORM_NAMES: [&str; 3] = ["output_norm", "attn_sub_norm", "inner_attn_ln"];
+pub const OUTPUT_NORM_NAMES: &[NormName] =
+    &[norm_name("output_norm"), norm_name("attn_sub_norm"), norm_name("inner_attn_ln")];
 
 /// A norm of a layer before its parameters are loaded.
 #[derive(Debug, Clone, Copy)]
@@ -135,7 +199,7 @@ pub struct NormSpec {
     /// The formula.
     pub norm: QkNorm,
     /// The names of the norm in files.
-    pub names: [&'static str; 3],
+    pub names: &'static [NormName],
     /// Whether the norm is of query heads or of key heads.
     pub heads: Heads,
     /// The number of heads.
@@ -154,9 +218,9 @@ impl NormSpec {
     }
 
     /// Returns the name of the norm in the file of `source`, and the crate's own name if the file has none.
-    fn stored_name(&self, source: &ParameterReader) -> &'static str {
-        let has = |name: &&str| source.has(&format!("{name}.weight")) || source.has(&first_of_list(name));
-        self.names.into_iter().find(has).unwrap_or(self.names[0])
+    fn stored_name(&self, source: &ParameterReader) -> NormName {
+        let is_there = |name: &&NormName| source.has(&name.weight_name()) || source.has(&name.first_of_list());
+        self.names.iter().find(is_there).copied().unwrap_or(self.names[0])
     }
 
     /// Returns the parameters, under the names that the file of `source` uses.
@@ -165,18 +229,20 @@ impl NormSpec {
         if norm.kind == QkNormKind::RmsNoWeight {
             return Ok(Vec::new());
         }
+        norm.kind.refuse_unknown_conversion(source)?;
         let stored = self.stored_name(source);
-        let is_list = norm.scope == QkNormScope::PerHeadWeights && source.has(&first_of_list(stored));
-        let list = format!("{stored}.norms");
+        let is_list = norm.scope == QkNormScope::PerHeadWeights && source.has(&stored.first_of_list());
+        let list = format!("{}.norms", stored.module);
         if is_list {
             source.refuse([format!("{list}.{count}.weight")], &format!("there are {count} heads"))?;
             if norm.kind != QkNormKind::Layer {
-                source.refuse([format!("{stored}.bias")], NO_BIAS)?;
+                source.refuse([format!("{}.bias", stored.module)], NO_BIAS)?;
             }
         }
         let spec = |parameter: &'static str, init| {
-            let name = if is_list { format!("{list}.{{}}.{parameter}") } else { format!("{stored}.{parameter}") };
-            let spec = ParameterSpec::new(format!("{}.{parameter}", names[0]), self.shape(), init).stored(name);
+            let own = if parameter == "weight" { stored.weight } else { parameter };
+            let name = if is_list { format!("{list}.{{}}.{own}") } else { format!("{}.{own}", stored.module) };
+            let spec = ParameterSpec::new(format!("{}.{parameter}", names[0].module), self.shape(), init).stored(name);
             if norm.scope == QkNormScope::PerHead { spec } else { spec.by_head(heads, 0) }
         };
         let weight = spec("weight", norm.kind.initial_weight());
@@ -186,7 +252,7 @@ impl NormSpec {
 
     /// Builds the norm from loaded parameters. A norm without a weight is in `dtype` on `device`.
     pub fn build(&self, parameters: &ParameterList, dtype: DType, device: &Device) -> Result<Norm> {
-        let get = |parameter: &str| parameters.get(&format!("{}.{parameter}", self.names[0])).cloned();
+        let get = |parameter: &str| parameters.get(&format!("{}.{parameter}", self.names[0].module)).cloned();
         let QkNorm { kind, eps, .. } = self.norm;
         match get("weight") {
             Some(weight) => Norm::new(kind, eps, weight, get("bias")),
@@ -207,13 +273,9 @@ pub fn refuse_norms(qk_norm: Option<QkNorm>, output_norm: Option<OutputNorm>, so
     Ok(())
 }
 
-fn refuse_names(source: &ParameterReader, names: [&str; 3], option: &str) -> Result<()> {
-    let parameters = |name| [format!("{name}.weight"), format!("{name}.bias"), first_of_list(name)];
-    source.refuse(names.into_iter().flat_map(parameters), &format!("the config says there is no {option}"))
-}
-
-fn first_of_list(name: &str) -> String {
-    format!("{name}.norms.0.weight")
+fn refuse_names(source: &ParameterReader, names: &[NormName], option: &str) -> Result<()> {
+    let parameters = names.iter().flat_map(|name| name.parameters());
+    source.refuse(parameters, &format!("the config says there is no {option}"))
 }
 
 /// A normalisation over the last dimension.
@@ -253,6 +315,7 @@ impl Norm {
     /// Loads a norm over rows of `size` entries: `weight` (size,), also read as `gamma`, and `bias` (size,), also read
     /// as `beta`, below the prefix of `source`.
     pub fn load(kind: QkNormKind, eps: f64, size: usize, has_bias: bool, source: &ParameterReader) -> Result<Self> {
+        kind.refuse_unknown_conversion(source)?;
         let weight_name = if source.has("weight") || !source.has("gamma") { "weight" } else { "gamma" };
         let bias_name = if source.has("bias") || !source.has("beta") { "bias" } else { "beta" };
         let weight = source.get(size, weight_name, kind.initial_weight())?;
