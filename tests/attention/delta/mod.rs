@@ -3,6 +3,7 @@
 
 mod calls;
 mod case;
+mod decays;
 mod golden;
 mod gradients;
 mod range;

@@ -14,8 +14,7 @@
 //! dS = decay ∘ dS + reading_queriesᵀ do - reading_keysᵀ y
 //! ```
 //!
-//! Factors act on queries and keys alone, so that the gradient of a logarithm is the sum over the token and all tokens
-//! after it of `q ∘ dq` and `k ∘ dk` of reading rows, less `k ∘ dk` of writing rows.
+//! Gradients of the rows and of the logarithms of factors are in `rows.rs`.
 
 mod panels;
 mod rows;

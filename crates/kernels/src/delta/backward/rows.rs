@@ -1,9 +1,56 @@
 //! The gradients of queries, keys and decays, from the gradients of the rows that read and write a state.
+//!
+//! The factor of token i is in each product of what was stored before the token and what the token or a later one
+//! reads. The gradient of its logarithm is the sum of these products times their gradients:
+//!
+//! ```text
+//! d log(factor_i) = Σ_{j<i} (k_j ∘ between(i, j)) ∘ dk(i, j)                what earlier tokens of the chunk wrote
+//!                 + Σ_{m>=i} (q_m ∘ decayed(m, start)) ∘ (do_m Sᵀ)          what queries read of the state before it
+//!                 - Σ_{m>=i} (k_m ∘ decayed(m, start)) ∘ (y_m Sᵀ)           what keys read of it
+//!                 + decayed(end, start) ∘ (S · dS)                          what is left of it after the chunk
+//! ```
+//!
+//! `between(i, j)` is the product of the factors after j and before i. `dk(i, j)` is the gradient of the key that token
+//! j wrote, by what token i, later tokens and the state after the chunk take of it, times the factors from i on. Tokens
+//! are taken from the last to the first, so that `dk` and the sums over m gain one term for each.
+//!
+//! Each term has the factor itself, and is as small as the gradient where the decay is strong. The difference between
+//! the products that begin and the products that end at a token, summed over the later tokens, is the same number, but
+//! its rounding error is that of the largest product, and exceeds the gradient where factors are below 1e-7.
 
+use super::panels::Panels;
 use super::{BackwardBlock, BackwardScratch, CHUNK};
 use crate::cpu::{MAX_LANES, Scratch, Vector};
 use crate::delta::problem::DeltaDecay;
 use crate::delta::rows::dot;
+
+/// The gradients of the products of a chunk, each (i, j) for tokens j <= i.
+struct ProductGradients {
+    keys: [[f32; CHUNK]; CHUNK],
+    queries: [[f32; CHUNK]; CHUNK],
+}
+
+impl ProductGradients {
+    /// Copies the gradients of key products, and those of query products after them.
+    ///
+    /// # Safety
+    /// The matrix has 2 · CHUNK rows and CHUNK columns.
+    #[inline(always)]
+    unsafe fn read(from: &Panels) -> Self {
+        let mut gradients = Self { keys: [[0.0; CHUNK]; CHUNK], queries: [[0.0; CHUNK]; CHUNK] };
+        for i in 0..CHUNK {
+            for j in 0..=i {
+                let at = |row| from.at(j / from.panel, row).wrapping_add(j % from.panel);
+                // SAFETY: as this function's contract.
+                unsafe {
+                    gradients.keys[i][j] = *at(i);
+                    gradients.queries[i][j] = *at(CHUNK + i);
+                }
+            }
+        }
+        gradients
+    }
+}
 
 impl BackwardBlock<'_> {
     /// Computes the gradients of queries, keys and the logarithms of factors, a row of each for each token.
@@ -23,6 +70,7 @@ impl BackwardBlock<'_> {
         let factors = rows_of_chunk(&scratch.rows.factors);
         // SAFETY: as this method's contract; every row has whole vectors.
         unsafe {
+            let products = ProductGradients::read(&scratch.product_grads);
             // For each channel, the product of the state before the chunk with the gradient of the state after it.
             let mut ends = [0f32; MAX_LANES];
             for at in (0..width).step_by(V::LANES) {
@@ -35,47 +83,48 @@ impl BackwardBlock<'_> {
                     }
                 }
                 let zero = V::splat(0.0);
-                let mut dq = [zero; CHUNK];
-                let mut reading = [zero; CHUNK];
+                // The gradients of the keys that write, by what token i and all tokens after it read.
                 let mut writing = [zero; CHUNK];
-                let mut later = V::load(ends.as_ptr()).mul(V::load(chunk.decay().add(at)));
-                let mut decayed = V::splat(1.0);
-                for i in 0..CHUNK {
-                    decayed = decayed.mul(V::load(factors.add(i * width + at)));
-                    reading[i] = V::load(scratch.reading.at(0, i).add(at)).mul(decayed);
-                    dq[i] = V::load(scratch.reading.at(0, CHUNK + i).add(at)).mul(decayed);
-                    let written = V::load(scratch.writing.at(0, i).add(at));
-                    later = V::load(chunk.writing_keys().add(i * width + at)).mul_add(written, later);
+                for (j, gradient) in writing.iter_mut().enumerate() {
+                    *gradient = V::load(scratch.writing.at(0, j).add(at));
                 }
-                for j in 0..CHUNK {
-                    let mut key = V::load(k.add(j * width + at));
-                    let mut written = V::load(scratch.writing.at(0, j).add(at));
-                    let panel = j / scratch.product_grads.panel;
-                    let column = j % scratch.product_grads.panel;
-                    let product = |row: usize| scratch.product_grads.at(panel, row).wrapping_add(column);
-                    let own = V::splat(*product(CHUNK + j));
-                    dq[j] = key.mul_add(own, dq[j]);
-                    for i in j + 1..CHUNK {
-                        key = key.mul(V::load(factors.add(i * width + at)));
-                        dq[i] = key.mul_add(V::splat(*product(CHUNK + i)), dq[i]);
-                        reading[i] = key.mul_add(V::splat(*product(i)), reading[i]);
-                    }
-                    for i in (j + 1..CHUNK).rev() {
-                        let row = i * width + at;
-                        written = V::load(q.add(row)).mul_add(V::splat(*product(CHUNK + i)), written);
-                        written = V::load(k.add(row)).mul_add(V::splat(*product(i)), written);
-                        written = written.mul(V::load(factors.add(row)));
-                    }
-                    writing[j] = V::load(q.add(j * width + at)).mul_add(own, written);
-                }
+                // The terms of the state before the chunk in the gradient of the logarithm of token i.
+                let mut of_state = V::load(ends.as_ptr()).mul(V::load(chunk.decay().add(at)));
                 for i in (0..CHUNK).rev() {
                     let row = i * width + at;
+                    let query = V::load(q.add(row));
+                    let key = V::load(k.add(row));
                     let factor = V::load(factors.add(row));
-                    later = V::load(q.add(row)).mul_add(dq[i], later);
-                    later = V::load(k.add(row)).mul_add(reading[i].sub(writing[i]), later);
-                    V::select(zero.less_than(factor), later, zero).store(scratch.decay_grad.as_mut_ptr().add(row));
-                    dq[i].store(scratch.q_grad.as_mut_ptr().add(row));
-                    reading[i].add(writing[i]).store(scratch.k_grad.as_mut_ptr().add(row));
+                    let mut query_grad = zero;
+                    let mut reading_grad = zero;
+                    let mut decay_grad = zero;
+                    // The product of the factors of the tokens after j and before i.
+                    let mut between = V::splat(1.0);
+                    for j in (0..i).rev() {
+                        let word = j * width + at;
+                        let earlier_key = V::load(k.add(word)).mul(between);
+                        let by_query = V::splat(products.queries[i][j]);
+                        let by_key = V::splat(products.keys[i][j]);
+                        query_grad = earlier_key.mul_add(by_query, query_grad);
+                        reading_grad = earlier_key.mul_add(by_key, reading_grad);
+                        let later_reads = query.mul_add(by_query, key.mul_add(by_key, writing[j]));
+                        writing[j] = later_reads.mul(factor);
+                        decay_grad = earlier_key.mul_add(writing[j], decay_grad);
+                        between = between.mul(V::load(factors.add(word)));
+                    }
+                    let of_reading_query = V::load(scratch.reading.at(0, CHUNK + i).add(at)).mul(between);
+                    let of_reading_key = V::load(scratch.reading.at(0, i).add(at)).mul(between);
+                    let read = query.mul_add(of_reading_query, key.mul(of_reading_key));
+                    of_state = read.mul_add(factor, of_state);
+                    decay_grad = decay_grad.add(of_state);
+                    query_grad = query_grad.add(of_reading_query).mul(factor);
+                    reading_grad = reading_grad.add(of_reading_key).mul(factor);
+                    let own = V::splat(products.queries[i][i]);
+                    key.mul_add(own, query_grad).store(scratch.q_grad.as_mut_ptr().add(row));
+                    let key_grad = query.mul_add(own, writing[i]).add(reading_grad);
+                    key_grad.store(scratch.k_grad.as_mut_ptr().add(row));
+                    let kept = V::select(zero.less_than(factor), decay_grad, zero);
+                    kept.store(scratch.decay_grad.as_mut_ptr().add(row));
                 }
             }
         }
