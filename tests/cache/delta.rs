@@ -45,23 +45,74 @@ fn delta_cache_truncates_to_snapshots() -> Result<()> {
     Ok(())
 }
 
-/// Restores snapshots by the longest sequence, which need not be the one that a call continues.
+/// Runs calls in which each sequence has another number of tokens, with a snapshot after each. A length for all
+/// sequences is an error unless every sequence has it in one state.
 #[test]
-fn delta_cache_snapshot_restores_shorter_sequences() -> Result<()> {
+fn delta_cache_truncate_with_sequences_of_different_lengths_restores_snapshots_or_returns_error() -> Result<()> {
     let net = net(DType::F32)?;
-    let xs = wave(2, 5, E, 0.0)?;
+    for seed in 0..10 {
+        let random = &mut Random::new(seed);
+        let xs = wave(2, 4, E, seed as f32)?;
+        let mut cache = DeltaCache::default();
+        let step = |cache: &mut DeltaCache, lens: [usize; 2]| {
+            net.forward_with(DeltaInput::new(&xs).with_valid_lens(&lens[..]).with_cache(cache))
+        };
+        let mut after_snapshots = Vec::new();
+        for _ in 0..3 {
+            step(&mut cache, [random.up_to(4), random.up_to(4)])?;
+            cache.snapshot();
+            after_snapshots.push((cache.lens(), step(&mut cache.fork()?, [4, 4])?));
+        }
+        step(&mut cache, [1, 0])?;
+        let present = cache.lens();
+        let states = [present.clone()].into_iter().chain(after_snapshots.iter().map(|(lens, _)| lens.clone()));
+        let states: Vec<_> = states.collect();
+        for len in 1..=cache.len() + 1 {
+            let mut fork = cache.fork()?;
+            let truncated = fork.truncate(len);
+            if states.contains(&vec![len; 2]) {
+                truncated?;
+                assert_eq!(fork.lens(), [len; 2], "seed {seed}");
+            } else {
+                let error = error_text(truncated);
+                assert!(error.contains(&format!("tokens to [{len}, {len}], expected 0, the present")), "{error}");
+                assert_eq!(fork.lens(), present, "seed {seed}");
+            }
+        }
+        cache.truncate_to(&present)?;
+        assert_eq!(cache.lens(), present);
+        for (lens, expected) in after_snapshots.iter().rev() {
+            cache.truncate_to(lens)?;
+            assert_eq!(&cache.lens(), lens, "seed {seed}");
+            assert_close(&step(&mut cache, [4, 4])?, expected, 0.0, &format!("seed {seed}"));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn delta_cache_truncate_to_longest_of_different_lengths_names_truncate_to() -> Result<()> {
+    let net = net(DType::F32)?;
+    let xs = wave(2, 9, E, 0.0)?;
     let mut cache = DeltaCache::default();
-    let call = |state: &mut DeltaCache, lens: &[usize]| {
-        net.forward_with(DeltaInput::new(&xs).with_valid_lens(lens).with_cache(state))
+    let step = |cache: &mut DeltaCache, lens: &[usize]| {
+        net.forward_with(DeltaInput::new(&xs).with_valid_lens(lens).with_cache(cache))
     };
-    call(&mut cache, &[5, 2])?;
+    step(&mut cache, &[9, 3])?;
     cache.snapshot();
-    let expected = call(&mut cache.fork()?, &[0, 5])?;
-    call(&mut cache, &[0, 2])?;
-    assert_eq!(cache.lens(), [5, 4]);
-    cache.truncate(5)?;
-    assert_eq!(cache.lens(), [5, 2]);
-    assert_close(&call(&mut cache, &[0, 5])?.narrow(0, 1, 1)?, &expected.narrow(0, 1, 1)?, 0.0, "again");
+    step(&mut cache, &[0, 1])?;
+    let error = error_text(cache.truncate(cache.len()));
+    let expected = "[delta_cache] cannot truncate sequences of [9, 4] tokens to [9, 9], expected 0, the present lengths \
+                    or the lengths of a snapshot, one of [[9, 3]]: a state cannot forget its last token; `truncate_to` \
+                    takes a length for each sequence";
+    assert_eq!((error.as_str(), cache.lens()), (expected, vec![9, 4]));
+    assert!(error_text(cache.truncate_to(&[9])).contains("lens has 1 entries, expected one for each of 2 sequences"));
+    // A second snapshot with the same longest sequence does not replace the first.
+    cache.snapshot();
+    cache.truncate_to(&[9, 3])?;
+    assert_eq!(cache.lens(), [9, 3]);
+    cache.truncate(0)?;
+    assert!(cache.is_empty());
     Ok(())
 }
 

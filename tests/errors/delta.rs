@@ -71,7 +71,8 @@ fn net(_: &str, call: &Fields) -> Result<String> {
         Some(Edit::Reorder(sequences)) => cache.reorder(&sequences),
         Some(Edit::Remove(sequence)) => cache.remove(sequence),
         Some(Edit::SwapRemove(sequence)) => cache.swap_remove(sequence),
-        Some(Edit::TruncateTo(_) | Edit::Keep { .. }) => panic!("a state has one length to be truncated to"),
+        Some(Edit::TruncateTo(lens)) => cache.truncate_to(&lens),
+        Some(Edit::Keep { .. }) => panic!("a state has no drafts to keep"),
         None => run(call, &xs, Some(&mut cache)).map(drop),
     };
     if let (Err(_), Some(first)) = (&outcome, before.first()) {

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use candle_attention_modules::base::Expect;
+use candle_attention_modules::base::{Expect, check_entries};
 
 /// The operation in the error texts of the cache.
 const OP: &str = "delta_cache";
@@ -14,8 +14,8 @@ const OP: &str = "delta_cache";
 /// prompt in pieces and single tokens return the results of one call over all tokens. A call that fails does not change
 /// the cache. A cache stores nothing that is tracked for gradients: a call with a layer of variables is an error.
 ///
-/// A token cannot be removed from a state: [`truncate`](Self::truncate) returns to a [`snapshot`](Self::snapshot), or
-/// to the beginning.
+/// A token cannot be removed from a state: [`truncate`](Self::truncate) and [`truncate_to`](Self::truncate_to) return
+/// to a [`snapshot`](Self::snapshot), or to the beginning.
 ///
 /// ```
 /// use candle_attention::{DeltaCache, DeltaInput, GatedDeltaNet, GatedDeltaNetConfig};
@@ -35,7 +35,8 @@ const OP: &str = "delta_cache";
 #[doc(alias = "past_key_values")]
 #[derive(Debug, Clone, Default)]
 pub struct DeltaCache {
-    /// Snapshots by length, the shortest first, and last the present state; empty before the first call.
+    /// Snapshots, the earliest first, and last the present state; empty before the first call. No sequence of a state
+    /// is longer than in a later state.
     states: Vec<CachedState>,
 }
 
@@ -116,35 +117,64 @@ impl DeltaCache {
         self.states.clear();
     }
 
-    /// Stores the present state, so that [`truncate`](Self::truncate) can return to this [`len`](Self::len). It
-    /// replaces an earlier snapshot of the same length. It copies nothing, but its memory stays in use until the cache
-    /// is truncated to a shorter length or reset.
+    /// Stores the present state, so that [`truncate_to`](Self::truncate_to) can return to these
+    /// [`lens`](Self::lens). It replaces an earlier snapshot of the same lengths. It copies nothing, but its memory
+    /// stays in use until the cache is truncated to an earlier state or reset.
     pub fn snapshot(&mut self) {
         if let Some(present) = self.states.pop() {
-            self.states.retain(|state| state.len() < present.len());
+            self.states.retain(|state| state.lens != present.lens);
             self.states.extend([present.clone(), present]);
         }
     }
 
-    /// Returns every sequence to the snapshot at this [`len`](Self::len), and drops later snapshots. A length of 0
-    /// without a snapshot is the empty cache.
+    /// Returns to the state in which every sequence has `len` tokens: a snapshot, the present state, or the empty
+    /// cache for a length of 0.
     ///
     /// # Errors
-    /// For a length without a snapshot that is neither 0 nor the present length. The cache is unchanged then.
+    /// As [`truncate_to`](Self::truncate_to), for a batch of different lengths too.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
-        let target = self.states.iter().find(|state| state.len() == len).cloned();
-        if target.is_none() && len > 0 {
-            let mut snapshots: Vec<_> = self.states.iter().map(CachedState::len).collect();
-            snapshots.pop();
-            bail!(
-                "[{OP}] cannot truncate {} tokens to {len}, expected 0 or the length of a snapshot, one of {snapshots:?}: \
-                 a state cannot forget its last token",
-                self.len()
-            )
+        if self.states.is_empty() && len > 0 {
+            bail!("[{OP}] len is {len}, expected 0 for an empty cache")
         }
-        self.states.pop();
-        self.states.retain(|state| state.len() <= len);
-        self.states.extend(target);
+        let has_one_length = |state: &CachedState| state.lens.iter().all(|&own| own == state.len());
+        let hint = if self.states.iter().all(has_one_length) {
+            ""
+        } else {
+            "; `truncate_to` takes a length for each sequence"
+        };
+        self.restore(&vec![len; self.batch()], hint)
+    }
+
+    /// Returns to the state in which each sequence has its entry of `lens` as length, and drops later snapshots. It is
+    /// a snapshot or the present state. Lengths of 0 without a snapshot are the empty cache.
+    ///
+    /// # Errors
+    /// For another number of sequences, and for lengths that no snapshot has, unless they are the present ones or all
+    /// 0. An error does not change the cache.
+    pub fn truncate_to(&mut self, lens: &[usize]) -> Result<()> {
+        check_entries(OP, "lens", lens.len(), self.batch(), "sequences")?;
+        self.restore(lens, "")
+    }
+
+    /// Returns to the state with a length for each sequence. `hint` is the end of the error's text.
+    fn restore(&mut self, lens: &[usize], hint: &str) -> Result<()> {
+        let present = self.states.len().saturating_sub(1);
+        match self.states.iter().position(|state| state.lens == lens) {
+            Some(index) if index == present => (),
+            Some(snapshot) => {
+                self.states.truncate(snapshot + 1);
+                self.snapshot();
+            }
+            None if lens.iter().all(|&len| len == 0) => self.reset(),
+            None => {
+                let snapshots: Vec<_> = self.states.iter().take(present).map(|state| &state.lens).collect();
+                bail!(
+                    "[{OP}] cannot truncate sequences of {:?} tokens to {lens:?}, expected 0, the present lengths or the \
+                     lengths of a snapshot, one of {snapshots:?}: a state cannot forget its last token{hint}",
+                    self.lens()
+                )
+            }
+        }
         Ok(())
     }
 
