@@ -72,6 +72,18 @@ impl Draw {
         AdapterConfig::from_json(&json)
     }
 
+    /// Returns the variables of a new adapter with numbers that are the same in each dtype, and the layer with it.
+    fn with_drawn_variables(&self) -> Result<(VarMap, MultiHeadAttention)> {
+        let vars = VarMap::new();
+        let adapter = Adapter::new(self.options()?, &vars, self.adapter, &CPU);
+        let adapted = adapter.load_onto(&self.base(self.layer)?, self.layout, MODULE)?;
+        for (n, (name, tensor)) in sorted(&vars).into_iter().enumerate() {
+            let numbers = drawn(self.seed.wrapping_mul(3).wrapping_add(n as u64), tensor.dims(), 0.3)?;
+            variable(&vars, &name).set(&numbers.to_dtype(DType::BF16)?.to_dtype(self.adapter)?)?;
+        }
+        Ok((vars, adapted))
+    }
+
     fn tolerance(&self) -> f64 {
         match (self.layer, self.adapter) {
             (DType::BF16, _) | (_, DType::BF16) => 0.06,
@@ -90,6 +102,10 @@ fn sorted(vars: &VarMap) -> Vec<(String, Tensor)> {
     let mut named: Vec<_> = all.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
     named.sort_by(|one, other| one.0.cmp(&other.0));
     named
+}
+
+fn sum_of_squares(layer: &MultiHeadAttention, xs: &Tensor) -> Result<Tensor> {
+    layer.forward(xs)?.to_dtype(DType::F64)?.sqr()?.sum_all()
 }
 
 /// Returns the names of the linear layers of a layer.
@@ -170,25 +186,12 @@ fn lora_of_any_dtypes_trains_and_is_saved_and_merged() {
 fn lora_gradients_of_any_dtypes_match_finite_differences() {
     for_all_dtypes(|draw| {
         let xs = draw.input()?;
-        let gradients_of = |draw: &Draw, layer: DType| -> Result<(VarMap, MultiHeadAttention)> {
-            let vars = VarMap::new();
-            let adapter = Adapter::new(draw.options()?, &vars, draw.adapter, &CPU);
-            let adapted = adapter.load_onto(&draw.base(layer)?, draw.layout, MODULE)?;
-            for (n, (name, tensor)) in sorted(&vars).into_iter().enumerate() {
-                let values = drawn(draw.seed.wrapping_mul(3).wrapping_add(n as u64), tensor.dims(), 0.3)?;
-                variable(&vars, &name).set(&values.to_dtype(DType::BF16)?.to_dtype(draw.adapter)?)?;
-            }
-            Ok((vars, adapted))
-        };
-        let loss = |layer: &MultiHeadAttention, xs: &Tensor| -> Result<Tensor> {
-            layer.forward(xs)?.to_dtype(DType::F64)?.sqr()?.sum_all()
-        };
-        let (vars, layer) = gradients_of(&draw, draw.layer)?;
-        let gradients = loss(&layer, &xs)?.backward()?;
-        let exact_draw = Draw { adapter: DType::F64, ..draw.clone() };
-        let (exact_vars, exact_layer) = gradients_of(&exact_draw, DType::F64)?;
+        let (vars, layer) = draw.with_drawn_variables()?;
+        let gradients = sum_of_squares(&layer, &xs)?.backward()?;
+        let exact_draw = Draw { layer: DType::F64, adapter: DType::F64, ..draw.clone() };
+        let (exact_vars, exact_layer) = exact_draw.with_drawn_variables()?;
         let exact_xs = xs.to_dtype(DType::F64)?;
-        let exact_gradients = loss(&exact_layer, &exact_xs)?.backward()?;
+        let exact_gradients = sum_of_squares(&exact_layer, &exact_xs)?.backward()?;
         for (n, (name, tensor)) in sorted(&vars).into_iter().enumerate() {
             let exact = variable(&exact_vars, &name);
             let expected = exact_gradients.get(exact.as_tensor()).expect("a gradient");
@@ -206,7 +209,7 @@ fn lora_gradients_of_any_dtypes_match_finite_differences() {
                 moved[entry] += change;
                 let kept = exact.as_detached_tensor().copy()?;
                 exact.set(&Tensor::from_vec(moved, exact.dims(), &CPU)?)?;
-                let value = loss(&exact_layer, &exact_xs)?.to_scalar::<f64>()?;
+                let value = sum_of_squares(&exact_layer, &exact_xs)?.to_scalar::<f64>()?;
                 exact.set(&kept)?;
                 Ok(value)
             };
@@ -216,4 +219,29 @@ fn lora_gradients_of_any_dtypes_match_finite_differences() {
         }
         Ok(())
     });
+}
+
+/// Checks a layer whose own weights are variables too, in one packed weight: both follow training.
+#[test]
+fn lora_with_biases_on_trained_weights_follows_both() -> Result<()> {
+    let layout: WeightLayout = "packed:qkv_proj".parse()?;
+    let cfg = MultiHeadAttentionConfig::new(16, 4).with_bias(true);
+    let own_vars = VarMap::new();
+    let base = MultiHeadAttention::load(&cfg, layout, VarBuilder::from_varmap(&own_vars, DType::F32, &CPU))?;
+    let vars = VarMap::new();
+    let config = AdapterConfig::new(2, 4.0, ["o_proj"])?.with_bias(AdapterBias::All)?;
+    let layer = Adapter::new(config, &vars, DType::F64, &CPU).load_onto(&base, layout, MODULE)?;
+    let xs = drawn(3, &[1, 4, 16], 1.0)?.to_dtype(DType::F32)?;
+    for (of, name) in [
+        (&own_vars, "qkv_proj.weight".to_string()),
+        (&vars, format!("base_model.model.{MODULE}.qkv_proj.bias")),
+        (&vars, format!("base_model.model.{MODULE}.o_proj.base_layer.bias")),
+    ] {
+        let before = layer.forward(&xs)?;
+        let var = variable(of, &name);
+        assert!(before.sqr()?.sum_all()?.backward()?.get(var.as_tensor()).is_some(), "{name} has no gradient");
+        var.set(&(var.as_tensor() + drawn(4, var.dims(), 1.0)?.to_dtype(var.dtype())?)?)?;
+        assert!(relative_error(&layer.forward(&xs)?, &before) > 0.01, "{name}");
+    }
+    Ok(())
 }

@@ -311,7 +311,7 @@ fn lora_file_with_another_tensor_is_an_error_that_names_it() {
 /// Checks a model whose names have another prefix than the file's: an error shows a name of each side.
 #[test]
 fn lora_of_another_prefix_is_an_error_with_a_name_of_each_side() {
-    let prefixes = ["model.", "", "model.language_model.", "model.text_model."];
+    let prefixes = ["model.", "", "model.language_model.", "model.text_model.", "transformer."];
     for_all(20, (Draw::any(), prop::sample::select(prefixes.to_vec())), |(draw, other)| {
         if other == draw.prefix {
             return Ok(());
@@ -332,9 +332,6 @@ fn lora_of_another_prefix_is_an_error_with_a_name_of_each_side() {
             assert!(error.contains(&format!("{}layers.", draw.prefix)), "{draw:?}, {from_file}: {error}");
             let vb = adapter.merged_builder(VarBuilder::from_tensors(weights.clone(), DType::F32, &CPU));
             assert!(load(vb, &module).is_err(), "{draw:?}");
-        }
-        if draw.prefix == "transformer." {
-            return Ok(());
         }
         let from_builder = Adapter::from_builder(AdapterConfig::from_json(&draw.json()?)?, builder(&file));
         let error = error_text(from_builder.load_onto(&base, WeightLayout::Canonical, &module));
@@ -383,9 +380,9 @@ fn lora_opened_for_training_makes_only_modules_that_the_file_does_not_mention() 
 
     // A wrong module name has no matrices in the file.
     for wrong in ["model.layer.0.self_attn", "model.layers.7.self_attn", "layers.0.self_attn"] {
-        let error = error_text(trainable.load_onto(&base, WeightLayout::Canonical, wrong));
-        assert!(error.contains(&format!("{wrong}.q_proj.lora_A.weight is missing")), "{error}");
-        assert!(error.contains("the file has base_model.model.model.layers."), "{error}");
+        let text = error_text(trainable.load_onto(&base, WeightLayout::Canonical, wrong));
+        assert!(text.contains(&format!("{wrong}.q_proj.lora_A.weight is missing")), "{text}");
+        assert!(text.contains("the file has base_model.model.model.layers."), "{text}");
     }
     assert_eq!(vars.all_vars().len(), 6);
     Ok(())
@@ -443,22 +440,37 @@ fn lora_saved_head_is_read_by_its_name_or_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// Checks matrices of an embedding, which the builder of merged weights adds.
+/// Checks matrices of an embedding, which the builder of merged weights adds, also to an embedding of more rows than the
+/// model's, which is stored whole.
 #[test]
 fn lora_merged_builder_adds_matrices_of_an_embedding() -> Result<()> {
     let rows = drawn(1, &[6, E], 1.0)?.to_dtype(DType::F32)?;
+    let more = drawn(5, &[6, E], 1.0)?.to_dtype(DType::F32)?;
     let a = drawn(2, &[2, 6], 1.0)?.to_dtype(DType::F32)?;
     let b = drawn(3, &[E, 2], 1.0)?.to_dtype(DType::F32)?;
-    let file = HashMap::from([
-        ("base_model.model.wte.lora_embedding_A".to_string(), a.clone()),
-        ("base_model.model.wte.lora_embedding_B".to_string(), b.clone()),
-    ]);
-    let folder = in_folder(&AdapterConfig::new(2, 3.0, ["wte"])?.to_json(), &file)?;
-    let adapter = Adapter::open(folder.path(), DType::F32, &CPU)?;
-    let model = HashMap::from([("wte.weight".to_string(), rows.clone())]);
-    let vb = adapter.merged_builder(VarBuilder::from_tensors(model, DType::F32, &CPU));
-    let found = vb.get((6, E), "wte.weight")?;
-    assert_near(&found, &(&rows + (b.matmul(&a)?.t()? * 1.5)?)?, 1e-6, "an embedding");
-    assert!(relative_error(&rows, &found) > 0.1);
-    adapter.check_all_used()
+    let delta = (b.matmul(&a)?.t()? * 1.5)?;
+    for has_more in [false, true] {
+        let mut file = HashMap::from([
+            ("base_model.model.wte.lora_embedding_A".to_string(), a.clone()),
+            ("base_model.model.wte.lora_embedding_B".to_string(), b.clone()),
+        ]);
+        let mut of_model = rows.clone();
+        let mut expected = (&rows + &delta)?;
+        if has_more {
+            file.insert("base_model.model.wte.base_layer.weight".to_string(), more.clone());
+            of_model = rows.narrow(0, 0, 4)?;
+            expected = (&more + &delta)?;
+        }
+        let folder = in_folder(&AdapterConfig::new(2, 3.0, ["wte"])?.to_json(), &file)?;
+        for opened in opened_both_ways(folder.path()) {
+            let adapter = opened?;
+            let model = HashMap::from([("wte.weight".to_string(), of_model.clone())]);
+            let vb = adapter.merged_builder(VarBuilder::from_tensors(model, DType::F32, &CPU));
+            assert_near(&vb.get((6, E), "wte.weight")?, &expected, 1e-6, "an embedding");
+            assert_near(&vb.get_unchecked("wte.weight")?, &expected, 1e-6, "an embedding");
+            adapter.check_all_used()?;
+        }
+        assert!(relative_error(&rows, &expected) > 0.1);
+    }
+    Ok(())
 }

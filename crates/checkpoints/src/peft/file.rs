@@ -67,11 +67,6 @@ impl FileTensors {
         Ok(())
     }
 
-    /// Returns the names.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.all.keys().map(String::as_str)
-    }
-
     /// Returns the names with their meaning.
     pub fn all(&self) -> impl Iterator<Item = (&str, &Stored)> {
         self.all.iter().map(|(name, stored)| (name.as_str(), stored))

@@ -11,9 +11,25 @@ use candle_attention_core::internal::AdaptableModule;
 /// The numbers of layers in which matrices are looked for where the names are not known.
 const LAYERS: usize = 256;
 
-/// The prefixes that the names of one model have in files of different classes of transformers.
-const MODEL_PREFIXES: [&str; 6] =
-    ["model.language_model.", "language_model.model.", "model.text_model.", "language_model.", "model.", ""];
+/// The prefixes that the names of one model have in files of different classes of transformers, and in other libraries.
+const MODEL_PREFIXES: [&str; 16] = [
+    "",
+    "model.",
+    "transformer.",
+    "model.language_model.",
+    "language_model.model.",
+    "language_model.",
+    "model.text_model.",
+    "text_model.",
+    "model.decoder.",
+    "model.encoder.",
+    "decoder.",
+    "encoder.",
+    "bert.",
+    "roberta.",
+    "gpt_neox.",
+    "backbone.",
+];
 
 /// T5's name of the bias that the layers of a stack share, which is not a parameter of a layer.
 const RELATIVE_BIAS: &str = "relative_attention_bias.";
@@ -123,12 +139,15 @@ impl Adapter {
         if let Some(file) = &self.tensors.file {
             return file.matrix_like(module).map(str::to_string);
         }
-        for prefix in MODEL_PREFIXES {
-            let Some(own) = module.strip_prefix(prefix) else { continue };
-            for other in MODEL_PREFIXES {
-                let found = self.tensors.matrix_names(&format!("{other}{own}")).any().cloned();
-                if other != prefix && found.is_some() {
-                    return found;
+        let parts: Vec<_> = module.split('.').collect();
+        for start in 0..parts.len() {
+            let end = parts[start..].join(".");
+            for prefix in MODEL_PREFIXES {
+                let other = format!("{prefix}{end}");
+                if other != module
+                    && let Some(found) = self.tensors.matrix_names(&other).any()
+                {
+                    return Some(found.clone());
                 }
             }
         }

@@ -90,17 +90,22 @@ struct MergedWeights {
 }
 
 impl MergedWeights {
-    /// Returns a parameter of the model with the adapter.
-    fn merge(&self, name: &str, own: Tensor) -> Result<Tensor> {
+    /// Returns a parameter of the model, or the value that the adapter has instead.
+    fn replaced(&self, name: &str, own: Tensor) -> Result<Tensor> {
         let tensors = &self.adapter.tensors;
-        let takes_all = tensors.file.as_ref().is_some_and(|file| !file.is_whole_model);
         // A parameter of a new adapter is that of the model until a layer has made the variable.
-        let is_to_come = tensors.is_new() && tensors.parameter_name(name).is_none();
-        if !is_to_come
-            && let Some(replacement) = self.adapter.replacement(name, &own, Taken { is_linear: true, takes_all })?
-        {
-            return replacement.detach().to_dtype(own.dtype())?.to_device(own.device());
+        if tensors.is_new() && tensors.parameter_name(name).is_none() {
+            return Ok(own);
         }
+        let taken = Taken { is_linear: true, takes_all: self.takes_all() };
+        match self.adapter.replacement(name, &own, taken)? {
+            Some(replacement) => replacement.detach().to_dtype(own.dtype())?.to_device(own.device()),
+            None => Ok(own),
+        }
+    }
+
+    /// Returns a parameter with the low-rank update of the adapter, if there is one.
+    fn updated(&self, name: &str, own: Tensor) -> Result<Tensor> {
         let (Some(module), &[rows, columns]) = (name.strip_suffix(".weight"), own.dims()) else { return Ok(own) };
         let update = match self.adapter.embedding_delta(module, rows, columns)? {
             Some(update) => Some(update),
@@ -117,6 +122,11 @@ impl MergedWeights {
         let dtype = accumulation_dtype(own.dtype());
         let update = update.to_dtype(dtype)?.to_device(own.device())?;
         (own.to_dtype(dtype)? + update)?.to_dtype(own.dtype())
+    }
+
+    /// Returns whether all parameters in the adapter's file are its own, and not the model's.
+    fn takes_all(&self) -> bool {
+        self.adapter.tensors.file.as_ref().is_some_and(|file| !file.is_whole_model)
     }
 
     /// Returns the update of a linear layer in the shape of its weight (rows, columns), if it has matrices.
@@ -171,27 +181,37 @@ impl MergedWeights {
         }
     }
 
-    /// Returns the name of the adapter's value of a parameter that the model's file does not have.
+    /// Returns the name of the value that the adapter's file has for a parameter. The model's own value may be of
+    /// another shape, as that of an embedding that was made larger, or missing.
     fn name_in_adapter(&self, name: &str) -> Option<String> {
-        self.adapter.tensors.file.as_ref().filter(|file| !file.is_whole_model)?;
-        if is_there(&self.vb, name) { None } else { self.adapter.tensors.parameter_name(name) }
+        if self.takes_all() { self.adapter.tensors.parameter_name(name) } else { None }
     }
 }
 
 impl SimpleBackend for MergedWeights {
     fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         self.check()?;
-        if let Some(stored) = self.name_in_adapter(name) {
-            return self.adapter.tensors.parameter(&stored, &shape)?.detach().to_dtype(dtype)?.to_device(device);
-        }
-        let own = self.vb.get_with_hints_dtype(shape, &stored_name(&self.vb, name), init, dtype)?;
-        self.merge(name, own)
+        let own = match self.name_in_adapter(name) {
+            Some(stored) => {
+                self.adapter.tensors.parameter(&stored, &shape)?.detach().to_dtype(dtype)?.to_device(device)?
+            }
+            None => {
+                let own = self.vb.get_with_hints_dtype(shape, &stored_name(&self.vb, name), init, dtype)?;
+                self.replaced(name, own)?
+            }
+        };
+        self.updated(name, own)
     }
 
-    fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> Result<Tensor> {
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         self.check()?;
-        let own = self.vb.get_unchecked_dtype(&stored_name(&self.vb, name), dtype)?;
-        self.merge(name, own)
+        let own = match self.name_in_adapter(name) {
+            Some(stored) => {
+                self.adapter.tensors.parameter_of_any_shape(&stored)?.detach().to_dtype(dtype)?.to_device(device)?
+            }
+            None => self.replaced(name, self.vb.get_unchecked_dtype(&stored_name(&self.vb, name), dtype)?)?,
+        };
+        self.updated(name, own)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

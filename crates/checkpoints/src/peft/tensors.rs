@@ -8,7 +8,7 @@ use candle_nn::{Init, VarBuilder, VarMap};
 
 use super::OP;
 use super::file::FileTensors;
-use super::names::{DEFAULT_NAME, Matrix, PREFIX};
+use super::names::{DEFAULT_NAME, Matrix, PREFIX, Stored};
 use crate::files::Checkpoint;
 use candle_attention_modules::base::{LINEAR_WEIGHT, ParameterReader, has};
 
@@ -190,6 +190,23 @@ impl AdapterTensors {
         self.read(shape.clone(), stored, Init::Const(0.0))
     }
 
+    /// Returns the adapter's own value of a parameter, under the name that it has, in any shape.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn parameter_of_any_shape(&self, stored: &str) -> Result<Tensor> {
+        lock(&self.used).insert(stored.to_string());
+        match &self.vars {
+            // A `VarMap` returns no tensor without its shape.
+            Some(vars) => {
+                let all = vars.data().lock().unwrap_or_else(PoisonError::into_inner);
+                let Some(var) = all.get(stored) else { bail!("[{OP}] {stored} is missing in the variables") };
+                Ok(var.as_detached_tensor())
+            }
+            None => self.vb.get_unchecked(stored),
+        }
+    }
+
     /// Returns the adapter's own value of a parameter of the model, by its full name, if it has one. Where variables
     /// are trained, the variable of a required value is made from `current` if there is none.
     ///
@@ -235,7 +252,13 @@ impl AdapterTensors {
             bail!("[{OP}] the names of the tensors are not known, expected an adapter that was opened from a file")
         };
         let used = lock(&self.used);
-        Ok(file.names().filter(|name| !used.contains(*name)).map(str::to_string).collect())
+        let is_own = |stored: &Stored| match stored {
+            Stored::Matrix { .. } | Stored::Embedding { .. } => true,
+            // Most are weights of the model in the state dict of a whole model.
+            Stored::Parameter { .. } | Stored::Base => !file.is_whole_model,
+        };
+        let unused = file.all().filter(|(name, stored)| !used.contains(*name) && is_own(stored));
+        Ok(unused.map(|(name, _)| name.to_string()).collect())
     }
 
     /// Returns the variables that were made, since the file does not have them.
