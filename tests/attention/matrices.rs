@@ -7,6 +7,7 @@ crate::on_each_device!(
     valid_lens_and_starts_match_drawn_matrices,
     window_masks_match_drawn_matrices,
     chunk_masks_match_drawn_matrices,
+    chunks_after_padding_of_tensors_match_drawn_matrices,
     prefix_masks_match_drawn_matrices,
     joined_masks_match_drawn_matrices,
     attention_mask_of_ones_and_zeros_masks_zeros,
@@ -45,15 +46,24 @@ fn match_matrices<const N: usize>(masks: [Drawn; N], device: &Device) -> Result<
             let t_kv = drawn.split(' ').next().map_or(0, str::len);
             let found = mask.resolve(1, t_q, t_kv)?.to_string();
             assert_eq!(joined(found.lines().map(|row| row.replace(' ', "")).collect()), drawn, "{mask:?}");
-            let [q, k] = [t_q, t_kv].map(|t| Tensor::zeros((1, 1, t, 3), DType::F32, device));
-            let v = Tensor::eye(t_kv, DType::F32, device)?.reshape((1, 1, t_kv, t_kv))?;
-            let call = Call::plain(&q?, &k?, &v, &mask);
-            for backend in [Backend::Reference, Backend::Auto] {
-                let weights = values(&call.on(backend).context()?);
-                let row = |row: &[f64]| row.iter().map(|&weight| if weight > 0.0 { '1' } else { '.' }).collect();
-                assert_eq!(joined(weights.chunks(t_kv).map(row).collect()), drawn, "{mask:?} by {backend:?}");
-            }
+            check_weights(&mask, drawn, device)?;
         }
+    }
+    Ok(())
+}
+
+/// Compares the weights of both paths with a drawn matrix.
+fn check_weights(mask: &AttentionMask, drawn: &str, device: &Device) -> Result<()> {
+    let t_q = drawn.split(' ').count();
+    let t_kv = drawn.split(' ').next().map_or(0, str::len);
+    let [q, k] = [t_q, t_kv].map(|t| Tensor::zeros((1, 1, t, 3), DType::F32, device));
+    let v = Tensor::eye(t_kv, DType::F32, device)?.reshape((1, 1, t_kv, t_kv))?;
+    let call = Call::plain(&q?, &k?, &v, mask);
+    for backend in [Backend::Reference, Backend::Auto] {
+        let weights = values(&call.on(backend).context()?);
+        let row = |row: &[f64]| row.iter().map(|&weight| if weight > 0.0 { '1' } else { '.' }).collect::<String>();
+        let rows: Vec<_> = weights.chunks(t_kv).map(row).collect();
+        assert_eq!(rows.join(" "), drawn, "{mask:?} by {backend:?}");
     }
     Ok(())
 }
@@ -98,14 +108,52 @@ fn window_masks_match_drawn_matrices(device: &Device) -> Result<()> {
     match_matrices(masks, device)
 }
 
-/// Checks that chunks count from the first key, and that a query before it is in a chunk without keys.
+/// Checks that chunks count from the first key of a sequence, and that a query before it is in a chunk without keys.
 fn chunk_masks_match_drawn_matrices(device: &Device) -> Result<()> {
     let masks = [
         (none().with_chunk(2), "11.. 11.. ..11 ..11 | ..11. ....1 | .. .. .. 11 11"),
         (lower_right().with_chunk(3), "1... 11.. 111. ...1 | ...1. ...11"),
         (offset(1).with_chunk(2), "11.... ..1... ..11.. ....1."),
+        // Padding on the left, by starts and by tensors, and two sequences side by side.
+        (
+            lower_right().with_chunk(4).with_starts(vec![3]),
+            "........ ........ ........ ...1.... ...11... ...111.. \
+            ...1111. .......1",
+        ),
+        (none().with_starts(vec![1]).and(&lower_right().with_chunk(2)), ".... .1.. .11. ...1 | .11. ...1"),
+        (none().with_starts(vec![1]).with_chunk(2), ".... .11. .11. ...1"),
+        (
+            lower_right().with_chunk(2).with_starts(vec![vec![0, 0, 0, 3, 3, 3]]),
+            "1..... 11.... ..1... ...1.. ...11. \
+            .....1",
+        ),
     ];
     match_matrices(masks, device)
+}
+
+/// Checks that chunks count from the end of padding on the left that tensors name.
+fn chunks_after_padding_of_tensors_match_drawn_matrices(device: &Device) -> Result<()> {
+    let key_padding = Tensor::new(&[[[[0u8, 1, 1, 1]]]], device)?;
+    let additive = Tensor::new(&[[[[f32::MIN, 0., 0., 0.]]]], device)?;
+    let of_queries = Tensor::new(&[[0u8, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]], device)?;
+    // Queries of padding attend to all keys, as in transformers.
+    let of_transformers = Tensor::new(&[[1u8, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]], device)?;
+    // A query attends to key 0, which is no padding.
+    let first_attended = Tensor::new(&[[0u8, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 0]], device)?;
+    let with_gap = AttentionMask::from_attention_mask(&Tensor::new(&[[0u8, 1, 0, 1, 1]], device)?)?;
+    let chunks = || lower_right().with_chunk(2);
+    for (mask, drawn) in [
+        (chunks().with_bool_mask(&key_padding), ".... .1.. .11. ...1"),
+        // The only key of query 0 has the smallest number, and all weight.
+        (chunks().with_bias(&additive), "1... .1.. .11. ...1"),
+        (chunks().with_bool_mask(&of_queries), ".... .1.. .11. ...1"),
+        (chunks().with_bool_mask(&of_transformers), "1... .1.. .11. ...1"),
+        (chunks().with_bool_mask(&first_attended), ".... .1.. ..1. ..1."),
+        (lower_right().with_chunk(3).and(&with_gap), "..... .1... .1... .1.1. ....1"),
+    ] {
+        check_weights(&mask, drawn, device)?;
+    }
+    Ok(())
 }
 
 /// Checks that a prefix relaxes the causal constraint and no other, and that two prefixes are combined with AND.

@@ -32,6 +32,7 @@ mod buffers;
 mod delta;
 mod gradients;
 mod layers;
+mod padding;
 mod rotary;
 mod shared;
 mod short_calls;

@@ -155,7 +155,8 @@ impl Mask {
         self.alignment != Alignment::Free || self.parts.iter().any(relative)
     }
 
-    fn sees(&self, dims: &Dims, [b, h, i, j]: [usize; 4]) -> bool {
+    /// Returns whether query i of head h in sequence b attends to key j. Its sequence begins at the key `first`.
+    fn sees(&self, dims: &Dims, first: i128, [b, h, i, j]: [usize; 4]) -> bool {
         let key = j as i128;
         let position = self.position(dims, b, i);
         let later = self.alignment != Alignment::Free && key > position;
@@ -170,7 +171,9 @@ impl Mask {
             Part::Starts(starts) => j < starts.get(b, i),
             Part::Window(w) => position - key > *w as i128 - 1,
             Part::Band(left, right) => key < position - *left as i128 || key > position + *right as i128,
-            Part::Chunk(size) => key.div_euclid(*size as i128) != position.div_euclid(*size as i128),
+            Part::Chunk(size) => {
+                (key - first).div_euclid(*size as i128) != (position - first).div_euclid(*size as i128)
+            }
             Part::Keep(keep) => keep.at([b, h, i, j]) == 0.0,
             Part::Prefix(_) | Part::Bias(_) => false,
         };
@@ -178,10 +181,57 @@ impl Mask {
     }
 }
 
+/// Returns the number of first keys that a tensor masks for all queries. A query among these keys does not count if it
+/// attends to all keys.
+fn padding(dims: &Dims, b: usize, sees: impl Fn([usize; 4]) -> bool) -> usize {
+    let Dims { h, t_q, t_kv, .. } = *dims;
+    let mut most = t_kv;
+    let mut last_open = None;
+    for (head, i) in (0..h).flat_map(|head| (0..t_q).map(move |i| (head, i))) {
+        let first_seen = (0..t_kv).find(|&j| sees([b, head, i, j]));
+        if first_seen == Some(0) && (1..t_kv).all(|j| sees([b, head, i, j])) {
+            last_open = last_open.max(Some((i + t_kv).saturating_sub(t_q)));
+        } else {
+            most = most.min(first_seen.unwrap_or(t_kv));
+        }
+        if most == 0 {
+            return 0;
+        }
+    }
+    if most == t_kv || last_open.is_some_and(|key| key >= most) { 0 } else { most }
+}
+
 impl Case {
     /// Returns whether query i of head h in sequence b attends to key j.
     pub fn sees(&self, index: [usize; 4]) -> bool {
-        self.masks.iter().all(|mask| mask.sees(&self.dims, index))
+        let first = self.first_key(index[0], index[2]) as i128;
+        self.masks.iter().all(|mask| mask.sees(&self.dims, first, index))
+    }
+
+    /// Returns whether query i of sequence b attends to key j by all parts but tensors.
+    pub fn sees_without_tensors(&self, [b, i, j]: [usize; 3]) -> bool {
+        let first = self.first_key(b, i) as i128;
+        self.masks.iter().all(|mask| {
+            let is_interval = |part: &&Part| !matches!(part, Part::Keep(_) | Part::Bias(_));
+            let parts: Vec<_> = mask.parts.iter().filter(is_interval).cloned().collect();
+            Mask::new(mask.alignment.clone(), parts).sees(&self.dims, first, [b, 0, i, j])
+        })
+    }
+
+    /// Returns the key at which the sequence of query i begins, from which chunks count: the last one by all starts and
+    /// all padding on the left.
+    fn first_key(&self, b: usize, i: usize) -> usize {
+        let parts = || self.masks.iter().flat_map(|mask| &mask.parts);
+        if !parts().any(|part| matches!(part, Part::Chunk(_))) {
+            return 0;
+        }
+        let firsts = parts().map(|part| match part {
+            Part::Starts(starts) => starts.get(b, i),
+            Part::Keep(keep) => padding(&self.dims, b, |index| keep.at(index) != 0.0),
+            Part::Bias(bias) => padding(&self.dims, b, |index| bias.at(index) > f64::from(f32::MIN)),
+            _ => 0,
+        });
+        firsts.max().unwrap_or(0)
     }
 
     /// Returns the call of one sequence.

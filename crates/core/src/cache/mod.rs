@@ -231,6 +231,11 @@ impl AttentionCache {
         self.padding
     }
 
+    /// Returns whether a call was given positions.
+    pub(crate) fn has_given_positions(&self) -> bool {
+        self.positions.is_some()
+    }
+
     /// Returns the position of the `n`-th token of a sequence.
     pub(crate) fn position(&self, sequence: usize, n: usize) -> usize {
         let given = self.positions.as_ref().and_then(|positions| positions.get(sequence)?.get(n));

@@ -39,8 +39,9 @@ impl MultiHeadAttentionConfig {
     }
 
     /// Sets the length of chunks (`attention_chunk_size` of Llama 4): positions 0 to `chunk - 1` are the first chunk,
-    /// and so on, and a query attends to keys of the same chunk only. See
-    /// [`AttentionMask::with_chunk`](crate::AttentionMask::with_chunk).
+    /// and so on, and a query attends to keys of the same chunk only. Positions count within each sequence, without
+    /// padding on the left, see [`AttentionMask::with_chunk`](crate::AttentionMask::with_chunk), unless the call
+    /// [gives them](crate::AttentionInput::with_positions).
     #[doc(alias = "attention_chunk_size")]
     pub fn with_chunk(mut self, chunk: impl Into<Option<usize>>) -> Self {
         self.chunk = chunk.into();
@@ -105,7 +106,7 @@ impl MultiHeadAttentionConfig {
     }
 
     /// Sets the factor on queries that grows with their position, after norms and rotation (Llama 4, Ministral 3).
-    /// There is none by default.
+    /// Positions count as for [`with_chunk`](Self::with_chunk). There is none by default.
     pub fn with_attention_temperature(
         mut self,
         attention_temperature: impl Into<Option<AttentionTemperature>>,

@@ -109,7 +109,7 @@ impl MultiHeadAttention {
         let checked = self.validate(input)?;
         let ProjectedHeads { q, kv, gate } = self.project(&checked, input)?;
         let mut arguments = ScoreArguments {
-            mask: self.mask_of_call(input, &q, &checked)?,
+            mask: self.mask_of_call(&q, &checked)?,
             options: self.options_of_call(input)?,
             content_scores: None,
             q,
@@ -152,8 +152,8 @@ impl MultiHeadAttention {
     }
 
     /// Returns the layer's mask combined with the call's, over the keys that the layer appends too.
-    fn mask_of_call(&self, input: &AttentionInput, q: &Tensor, checked: &CheckedInput) -> Result<AttentionMask> {
-        let mask = input.whole_mask(&self.mask, &checked.tokens, q.dim(0)?, q.device())?;
+    fn mask_of_call(&self, q: &Tensor, checked: &CheckedInput) -> Result<AttentionMask> {
+        let mask = checked.mask.clone();
         let appended = self.config.appended_keys();
         // The rows that a cache reads are known later, and their mask with them.
         if appended == 0 || matches!(checked.keys_from, KeysFrom::Cache(_)) {

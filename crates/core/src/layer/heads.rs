@@ -74,7 +74,8 @@ impl MultiHeadAttention {
         let (Some(temperature), Some(positions)) = (self.config.attention_temperature(), &inputs.positions) else {
             return Ok(q);
         };
-        match temperature.factors(&positions.queries, q.dtype(), q.device())? {
+        let queries = positions.after_first_key.as_ref().unwrap_or(&positions.queries);
+        match temperature.factors(queries, q.dtype(), q.device())? {
             // In the order of q's memory, (B, T, H, D).
             Some(factors) => q.transpose(1, 2)?.broadcast_mul(&factors.transpose(1, 2)?)?.transpose(1, 2),
             None => Ok(q),

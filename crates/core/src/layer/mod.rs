@@ -14,6 +14,7 @@ mod shard;
 mod tests;
 mod validate;
 mod warnings;
+mod whole_mask;
 
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
 pub use input::AttentionInput;

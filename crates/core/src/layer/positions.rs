@@ -18,6 +18,9 @@ pub(super) struct CallPositions {
     pub keys: Option<Positions>,
     /// The positions by which queries and keys are rotated, if rotary positions are on several axes.
     pub axes: Option<AxisPositions>,
+    /// The positions of the queries after the first key of their sequences, if a mask moves that and the caller gave no
+    /// positions: attention temperatures count from there.
+    pub after_first_key: Option<Positions>,
 }
 
 /// The positions of a call's tokens on several axes.
@@ -110,7 +113,7 @@ impl AttentionInput<'_> {
             None if self.is_cross() => Some(self.default_positions(PackedSequences::keys, t_kv)?),
             None => None,
         };
-        let positions = CallPositions { queries, keys, axes: axis_positions };
+        let positions = CallPositions { queries, keys, axes: axis_positions, after_first_key: None };
         if let Some(cache) = self.any_cache() {
             positions.warn_of_going_back(op, cache, tokens);
         }

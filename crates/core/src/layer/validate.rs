@@ -7,9 +7,11 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::input::{AttentionInput, KeysFrom};
 use super::memory::ProjectedMemory;
 use super::positions::CallPositions;
+use super::whole_mask::MaskedCall;
 use super::{MultiHeadAttention, OP, warnings};
 use crate::cache::NewTokens;
 use crate::config::KvSharing;
+use crate::mask::AttentionMask;
 use crate::position::RopeConfig;
 use crate::sdpa::PackedSequences;
 use candle_attention_modules::base::{Dim, Expect, check_keys_and_values, is_addressable};
@@ -116,6 +118,8 @@ pub(super) struct CheckedInput<'a> {
     pub tokens: NewTokens,
     /// The positions, if the layer uses them.
     pub positions: Option<CallPositions>,
+    /// The mask of the layer and of the call together.
+    pub mask: AttentionMask,
     /// (B, T_q, out_dim).
     pub residual: Option<Tensor>,
 }
@@ -149,14 +153,21 @@ impl MultiHeadAttention {
         let most_queries = input.packed.map_or(t_q, PackedSequences::most_queries);
         let most_keys = input.packed.map_or(t_kv, PackedSequences::most_keys);
         self.check_context(tokens.longest().max(most_queries).max(most_keys))?;
-        let positions = self.checked_positions(input, &tokens, t_kv)?;
+        let mut positions = self.checked_positions(input, &tokens, t_kv)?;
+        let has_temperature = cfg.attention_temperature().is_some();
+        let device = &self.projections.device;
+        let masked_call = MaskedCall { op: OP, tokens: &tokens, b, t_kv, device, has_temperature };
+        let mask = input.whole_mask(&self.mask, masked_call)?;
+        if has_temperature && let Some(positions) = &mut positions {
+            positions.after_first_key = input.after_first_key(&positions.queries, &mask, b)?;
+        }
         if input.train
             && cfg.dropout() > 0.0
             && let Some(cache) = input.any_cache()
         {
             warnings::about_dropout(OP, cache);
         }
-        Ok(CheckedInput { queries, keys_from, key_value, t_kv, tokens, positions, residual })
+        Ok(CheckedInput { queries, keys_from, key_value, t_kv, tokens, positions, mask, residual })
     }
 
     /// Returns the inputs to project keys and values from; `None` for keys and values that were projected before.

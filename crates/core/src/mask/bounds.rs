@@ -1,6 +1,6 @@
 //! The range of keys of every query as a few numbers for each sequence, for kernels that compute ranges themselves.
 
-use super::constraint::{Constraint, QueryPosition, Reach};
+use super::constraint::{Constraint, QueryPosition, Reach, first_key};
 use super::lens::ValidLens;
 use super::placement::{Placement, SequencePlan};
 
@@ -133,14 +133,24 @@ impl SequenceBounds {
         } else if placement.tokens != (0..t_q) {
             return None;
         }
+        // With starts for each of several queries there is no bound of this form, so the start of query 0 is enough.
+        let first_of_sequence = first_key(constraints, b, 0) as i128;
         for constraint in constraints {
-            bounds.add(constraint, b, placement, t_q)?;
+            bounds.add(constraint, b, placement, t_q, first_of_sequence)?;
         }
         Some(bounds)
     }
 
-    /// Adds a constraint on `t_q` queries; `None` if it has no bound of this form.
-    fn add(&mut self, constraint: &Constraint, b: usize, placement: &Placement, t_q: usize) -> Option<()> {
+    /// Adds a constraint on `t_q` queries of a sequence that begins at the key `first_of_sequence`; `None` if it has no
+    /// bound of this form.
+    fn add(
+        &mut self,
+        constraint: &Constraint,
+        b: usize,
+        placement: &Placement,
+        t_q: usize,
+        first_of_sequence: i128,
+    ) -> Option<()> {
         let first_key = placement.keys.start as i128;
         let t_kv = placement.keys.len();
         let entry = |lens: &ValidLens| -> Option<i128> {
@@ -149,8 +159,8 @@ impl SequenceBounds {
         };
         match constraint {
             Constraint::ValidLens(lens) => self.length = self.length.min(entry(lens)?),
-            Constraint::Starts(starts) => self.start = self.start.max(entry(starts)?),
-            Constraint::Prefix(_) | Constraint::Tokenized(_) | Constraint::Wrong(_) => {}
+            Constraint::Starts(starts) | Constraint::FirstKeys(starts) => self.start = self.start.max(entry(starts)?),
+            Constraint::Padded(_) | Constraint::Prefix(_) | Constraint::Tokenized(_) | Constraint::Wrong(_) => {}
             Constraint::Aligned(alignment, reach) => {
                 let position = alignment.position(b, placement, 0) - first_key;
                 match reach {
@@ -172,15 +182,17 @@ impl SequenceBounds {
                     }
                     Reach::Chunk(size) => {
                         let size = *size as i128;
-                        let number = (position + first_key).div_euclid(size);
-                        let of_last = (position + first_key + t_q as i128 - 1).div_euclid(size);
+                        // The row of keys at which the sequence begins.
+                        let first_row = first_of_sequence - first_key;
+                        let number = (position - first_row).div_euclid(size);
+                        let of_last = (position - first_row + t_q as i128 - 1).div_euclid(size);
                         if t_q > 0 && number == of_last {
-                            self.start = self.start.max(number * size - first_key);
-                            self.length = self.length.min((number + 1) * size - first_key);
+                            self.start = self.start.max(first_row + number * size);
+                            self.length = self.length.min(first_row + (number + 1) * size);
                             return Some(());
                         }
                         // Chunks of rows are chunks of positions if row 0 begins one, and count from one position.
-                        let counts_alike = first_key % size == 0 && position == i128::from(self.position);
+                        let counts_alike = first_row % size == 0 && position == i128::from(self.position);
                         if !counts_alike || self.chunk.is_some_and(|other| other != size) {
                             return None;
                         }
@@ -331,6 +343,9 @@ mod tests {
             none().with_local_window(usize::MAX, 1),
             causal().with_chunk(2),
             none().with_chunk(4),
+            causal().with_chunk(2).with_starts(vec![0, 2]),
+            causal().with_chunk(3).with_starts(vec![1, 4]),
+            causal().with_chunk(2).with_starts(ValidLens::from(vec![vec![0, 1, 2], vec![0, 0, 1]])),
             none().with_valid_lens(vec![3, 0]),
             none().with_valid_lens(vec![2, 9]),
             none().with_starts(vec![0, 2]),

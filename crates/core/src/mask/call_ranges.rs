@@ -35,7 +35,8 @@ impl AttentionMask {
     /// As [`resolve`](Self::resolve).
     pub(crate) fn ranges_of_batch(&self, b: usize, t_q: usize, t_kv: usize) -> Result<CallRanges> {
         self.check(b, &[SequenceSize { t_q, t_kv }])?;
-        let source = Source::Batch { mask: self.without_tensors(), b, t_q, t_kv };
+        let mask = self.with_chunks_counted(b, t_q, t_kv)?.without_tensors();
+        let source = Source::Batch { mask, b, t_q, t_kv };
         Ok(CallRanges { source, rows: OnceLock::new() })
     }
 

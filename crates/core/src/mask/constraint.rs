@@ -18,8 +18,13 @@ pub(super) enum Constraint {
     Aligned(Alignment, Reach),
     /// Masks the keys at and past the length.
     ValidLens(ValidLens),
-    /// Masks the keys before the start.
+    /// Masks the keys before the start. Chunks count from it.
     Starts(ValidLens),
+    /// Masks the keys before the entry, as `Starts`. Chunks do not count from it.
+    FirstKeys(ValidLens),
+    /// Masks nothing: the columns of each sequence that are padding on the left by the tensors of the mask. Chunks
+    /// count from the column after them.
+    Padded(Arc<[usize]>),
     /// Masks nothing. It relaxed the causal constraints before it, and relaxes the causal constraint of a layer that
     /// the mask is passed to.
     Prefix(ValidLens),
@@ -36,7 +41,8 @@ pub(super) enum Reach {
     Causal { prefix: Vec<ValidLens> },
     /// From `left` keys before the query's own to `right` keys after it.
     Window { left: usize, right: usize },
-    /// The keys in the query's chunk of this many positions, at least 1.
+    /// The keys in the query's chunk of this many positions, at least 1. The first chunk begins at the first key of the
+    /// query's sequence.
     Chunk(usize),
 }
 
@@ -67,9 +73,10 @@ impl Placement {
             return 0..0;
         }
         let first = self.keys.start;
+        let first_of_sequence = first_key(constraints, b, i) as i128;
         let mut allowed = first as i128..self.keys.end as i128;
         for constraint in constraints {
-            let keys = constraint.keys(b, i, self);
+            let keys = constraint.keys(b, i, self, first_of_sequence);
             allowed = allowed.start.max(keys.start)..allowed.end.min(keys.end);
         }
         if allowed.is_empty() { 0..0 } else { allowed.start as usize - first..allowed.end as usize - first }
@@ -99,12 +106,27 @@ impl Alignment {
     }
 }
 
+/// Returns the key at which the sequence of query `i` of row `b` of a batch begins: the last of its starts and of the
+/// columns that tensors pad.
+pub(super) fn first_key(constraints: &[Constraint], b: usize, i: usize) -> usize {
+    let mut first = 0;
+    for constraint in constraints {
+        match constraint {
+            Constraint::Starts(starts) => first = first.max(starts.get(b, i)),
+            Constraint::Padded(columns) => first = first.max(columns.get(b).copied().unwrap_or(0)),
+            _ => {}
+        }
+    }
+    first
+}
+
 /// All key positions.
 const ALL: Range<i128> = i128::MIN..i128::MAX;
 
 impl Reach {
-    /// Returns the key positions that query `i` of sequence `b`, at a position, may attend to.
-    pub fn keys(&self, position: i128, b: usize, i: usize) -> Range<i128> {
+    /// Returns the key positions that query `i` of sequence `b`, at a position, may attend to. The sequence begins at
+    /// the key `first`.
+    pub fn keys(&self, position: i128, b: usize, i: usize, first: i128) -> Range<i128> {
         match self {
             Self::Causal { prefix } => {
                 let shortest = prefix.iter().map(|lens| lens.get(b, i) as i128).min().unwrap_or(0);
@@ -112,8 +134,9 @@ impl Reach {
             }
             Self::Window { left, right } => position - *left as i128..position + *right as i128 + 1,
             Self::Chunk(size) => {
-                let start = position.div_euclid(*size as i128) * *size as i128;
-                start..start + *size as i128
+                let size = *size as i128;
+                let start = first + (position - first).div_euclid(size) * size;
+                start..start + size
             }
         }
     }
@@ -140,13 +163,14 @@ impl Constraint {
         )
     }
 
-    /// Returns the key positions that the constraint allows query `i` of sequence `b` to attend to.
-    pub fn keys(&self, b: usize, i: usize, placement: &Placement) -> Range<i128> {
+    /// Returns the key positions that the constraint allows query `i` of sequence `b` to attend to. The sequence begins
+    /// at the key `first`.
+    fn keys(&self, b: usize, i: usize, placement: &Placement, first: i128) -> Range<i128> {
         match self {
-            Self::Aligned(alignment, reach) => reach.keys(alignment.position(b, placement, i), b, i),
+            Self::Aligned(alignment, reach) => reach.keys(alignment.position(b, placement, i), b, i, first),
             Self::ValidLens(lens) => ALL.start..lens.get(b, i) as i128,
-            Self::Starts(starts) => starts.get(b, i) as i128..ALL.end,
-            Self::Prefix(_) | Self::Tokenized(_) | Self::Wrong(_) => ALL,
+            Self::Starts(starts) | Self::FirstKeys(starts) => starts.get(b, i) as i128..ALL.end,
+            Self::Padded(_) | Self::Prefix(_) | Self::Tokenized(_) | Self::Wrong(_) => ALL,
         }
     }
 
@@ -163,8 +187,9 @@ impl Constraint {
             }
             Self::ValidLens(lens) => Self::ValidLens(lens.of_queries("valid_lens", queries)?),
             Self::Starts(starts) => Self::Starts(starts.of_queries("starts", queries)?),
+            Self::FirstKeys(keys) => Self::FirstKeys(keys.of_queries("first keys", queries)?),
             Self::Prefix(prefix) => Self::Prefix(prefix.of_queries("prefix", queries)?),
-            Self::Aligned(..) | Self::Tokenized(_) | Self::Wrong(_) => self.clone(),
+            Self::Aligned(..) | Self::Padded(_) | Self::Tokenized(_) | Self::Wrong(_) => self.clone(),
         })
     }
 
@@ -180,9 +205,10 @@ impl Constraint {
             Self::Aligned(Alignment::Offsets(offsets), _) => {
                 check_entries(OP, "causal_with_offsets", offsets.len(), n, "sequences")
             }
-            Self::Aligned(..) => Ok(()),
+            Self::Aligned(..) | Self::Padded(_) => Ok(()),
             Self::ValidLens(lens) => lens.check("valid_lens", n, sizes),
             Self::Starts(starts) => starts.check("starts", n, sizes),
+            Self::FirstKeys(keys) => keys.check("first keys", n, sizes),
             Self::Prefix(prefix) => prefix.check("prefix", n, sizes),
             Self::Tokenized(Tokenized { columns, .. }) => {
                 if let Some(SequenceSize { t_kv, .. }) = sizes.iter().find(|size| size.t_kv != *columns) {

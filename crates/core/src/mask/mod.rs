@@ -6,9 +6,11 @@
 
 mod bounds;
 mod call_ranges;
+mod chunks;
 mod constraint;
 mod lens;
 mod new_tokens;
+mod origin;
 mod padding;
 mod parts;
 mod placement;
@@ -26,6 +28,7 @@ pub use windows::Windows;
 
 pub(crate) use bounds::KeyBounds;
 pub(crate) use call_ranges::CallRanges;
+pub(crate) use chunks::KeyPositions;
 pub(crate) use new_tokens::{NewTokenCall, NewTokenMask};
 pub(crate) use padding::OtherOffset;
 pub(crate) use placement::{PackedRows, Placement};
@@ -83,7 +86,8 @@ pub enum FullyMaskedRows {
 ///
 /// Query i is at the key position `i + T_kv - T_q`, so that the last query is at the last key, unless
 /// [`causal_upper_left`](Self::causal_upper_left), [`causal_with_offset`](Self::causal_with_offset) or
-/// [`causal_with_offsets`](Self::causal_with_offsets) says otherwise. Windows and chunks count from this position.
+/// [`causal_with_offsets`](Self::causal_with_offsets) says otherwise. Windows and ALiBi count from this position, and a
+/// query's chunk is the one with this position.
 ///
 /// # Errors
 ///
@@ -211,7 +215,7 @@ impl AttentionMask {
     }
 
     /// Masks the keys before a start, which is given for each sequence (B,) or for each query (B, T_q): padding on the
-    /// left, documents that were packed in one sequence.
+    /// left, documents that were packed in one sequence. [Chunks](Self::with_chunk) count from the start.
     ///
     /// With a cache, starts count the positions of earlier calls too. The cache stores keys that a mask masks, so the
     /// mask of every later call has to mask them again. A later mask without starts, lengths and tensors is logged as a
@@ -248,6 +252,12 @@ impl AttentionMask {
 
     /// Masks the keys outside of the query's chunk: positions 0 to `size - 1` are the first chunk, `size` to
     /// `2 · size - 1` the second, and so on. This is `attention_chunk_size` of Llama 4.
+    ///
+    /// Positions count from the first key of the query's sequence, so that a padded row, and each of several documents
+    /// in one row, has the chunks that it has alone. The first key is the last one by [starts](Self::with_starts), and
+    /// by padding on the left that tensors name: the first columns of a boolean mask or a bias that no query attends
+    /// to. In a bias, -inf and the smallest number of its dtype mask a key. The tensors are copied to the CPU for this.
+    /// In a layer, [`AttentionInput::with_positions`](crate::AttentionInput::with_positions) sets other positions.
     ///
     /// ```
     /// use candle_attention::AttentionMask;

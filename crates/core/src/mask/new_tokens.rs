@@ -147,7 +147,7 @@ impl AttentionMask {
     /// Returns the mask of a call of `b` sequences whose new tokens attend to each other by `new`, as a mask that any
     /// path reads: a boolean mask over (T_q, T_kv), and starts for each query. A causal constraint that is aligned to
     /// the end masks nothing any more, because `new` replaces it. Windows and chunks count from the positions of
-    /// `new`.
+    /// `new`, and chunks from the first key of each sequence.
     ///
     /// # Errors
     /// For a mask of a part, and for a mask that does not fit in memory.
@@ -170,26 +170,43 @@ impl AttentionMask {
             }
         }
         for reach in &reaches {
-            let starts = (0..b).map(|sequence| {
-                let before = call.before_of(sequence);
-                let positions = new.positions(sequence, call).into_iter().enumerate();
-                let first_key = |(i, position)| reach.keys(position as i128, sequence, i).start;
-                positions.map(|query| first_key(query).clamp(0, before as i128) as usize).collect()
-            });
-            mask = mask.with_starts(starts.collect::<Vec<Vec<usize>>>());
+            let mut first_keys = Vec::with_capacity(b);
+            for sequence in 0..b {
+                let before = call.before_of(sequence) as i128;
+                let mut of_queries = Vec::with_capacity(call.t_q);
+                for (i, position) in new.positions(sequence, call).into_iter().enumerate() {
+                    let first = self.first_key(sequence, i) as i128;
+                    let reached = reach.keys(position as i128, sequence, i, first);
+                    of_queries.push(reached.start.clamp(0, before) as usize);
+                }
+                first_keys.push(of_queries);
+            }
+            mask = mask.with(Constraint::FirstKeys(first_keys.into()));
         }
-        mask.bool_masks.push(new.matrix(&reaches, b, call, device)?);
+        let first_key = |sequence, i| self.first_key(sequence, i);
+        mask.bool_masks.push(new.matrix(&reaches, first_key, b, call, device)?);
         Ok(mask)
     }
 }
 
 impl NewTokenMask {
     /// Returns the boolean mask (B, 1, T_q, T_kv), or (1, 1, T_q, T_kv) if all sequences are alike: ones for all
-    /// earlier tokens, and for the new tokens that this mask and `reaches` allow.
-    fn matrix(&self, reaches: &[&Reach], b: usize, call: NewTokenCall, device: &Device) -> Result<Tensor> {
+    /// earlier tokens, and for the new tokens that this mask and `reaches` allow. `first_key` returns the first key of
+    /// the sequence of a query.
+    fn matrix(
+        &self,
+        reaches: &[&Reach],
+        first_key: impl Fn(usize, usize) -> usize,
+        b: usize,
+        call: NewTokenCall,
+        device: &Device,
+    ) -> Result<Tensor> {
         let t_q = call.t_q;
         let t_kv = call.t_kv(b);
+        let begins_alike =
+            |sequence: usize| reaches.is_empty() || (0..t_q).all(|i| first_key(sequence, i) == first_key(0, i));
         let is_alike = self.sequences.len() == 1
+            && (0..b).all(begins_alike)
             && (0..b).all(|sequence| {
                 call.before_of(sequence) == call.before_of(0) && call.tokens_of(sequence) == call.tokens_of(0)
             });
@@ -207,7 +224,8 @@ impl NewTokenMask {
                 }
                 let query = i - tokens.start;
                 let position = (before + own.depths[query]) as i128;
-                let reached: Vec<_> = reaches.iter().map(|reach| reach.keys(position, sequence, i)).collect();
+                let first = first_key(sequence, i) as i128;
+                let reached: Vec<_> = reaches.iter().map(|reach| reach.keys(position, sequence, i, first)).collect();
                 for (key, entry) in row[before..before + own.t].iter_mut().enumerate() {
                     let key_position = (before + own.depths[key]) as i128;
                     let is_reached = reached.iter().all(|keys| keys.contains(&key_position));

@@ -36,6 +36,7 @@ impl AttentionMask {
                     sequences.any(|(b, new)| lens.of_sequence(b).is_some_and(|len| len < new.end))
                 }
                 Constraint::Tokenized(tokenized) => tokenized.has_gaps,
+                Constraint::FirstKeys(_) | Constraint::Padded(_) => false,
                 Constraint::Aligned(..) | Constraint::Prefix(_) | Constraint::Wrong(_) => false,
             }
         })

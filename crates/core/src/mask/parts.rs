@@ -42,10 +42,11 @@ impl AttentionMask {
                 tokenized.check_ends(placements)?;
             }
         }
-        self.check_dropped_keys(op, placements, t_q)?;
+        let counted = self.with_chunks_counted(b, t_q, t_kv)?;
+        counted.check_dropped_keys(op, placements, t_q)?;
         let whole = Placement::whole(t_q, t_kv);
         if placements.iter().all(|placement| *placement == whole) {
-            return Ok(self.clone());
+            return Ok(counted);
         }
         if self.fully_masked_rows == FullyMaskedRows::Uniform {
             bail!(
@@ -59,7 +60,7 @@ impl AttentionMask {
         let bool_masks = columns_of(BOOL_MASK, &self.bool_masks)?;
         let biases = columns_of("bias", &self.biases)?;
         let placements = Placements { b, t_q, t_kv: rows, each: placements.to_vec() };
-        Ok(Self { bool_masks, biases, ..self.placed(placements) })
+        Ok(Self { bool_masks, biases, ..counted.placed(placements) })
     }
 
     /// Checks that no query may attend to a key before those that a cache stores.

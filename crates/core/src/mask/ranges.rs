@@ -167,14 +167,16 @@ impl RowRanges {
 
 impl AttentionMask {
     /// Returns the range of keys that each query may attend to, for `b` sequences, `t_q` queries and `t_kv` keys.
-    /// Boolean masks and biases are not part of it.
+    /// Boolean masks and biases are not part of it, except that chunks count from the end of the padding on the left
+    /// that they name.
     ///
     /// # Errors
     /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, for an option that is
     /// ambiguous for the joined masks that it was set on, and for a mask [of a part](Self::of_part) with another shape.
     pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KeyRanges> {
         self.check(b, &[SequenceSize { t_q, t_kv }])?;
-        Ok(KeyRanges { b, t_q, t_kv, mask: self.without_tensors() })
+        let mask = self.with_chunks_counted(b, t_q, t_kv)?.without_tensors();
+        Ok(KeyRanges { b, t_q, t_kv, mask })
     }
 
     /// Returns the keys that each of `total` queries of some sequences may attend to; `op` is for errors.

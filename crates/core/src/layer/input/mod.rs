@@ -114,6 +114,11 @@ impl<'a> AttentionInput<'a> {
     /// positions of their own call. The tensor is copied to the CPU. Layers without positional encodings check its
     /// shape and ignore it otherwise; masks and other ALiBi slopes use key indices, not positions.
     ///
+    /// [Chunks](crate::AttentionMask::with_chunk) are the exception: a query attends to the keys next to its own whose
+    /// positions are in the same chunk, up to a position that is smaller than the one before, where another sequence
+    /// begins. Positions are an error where chunks count from other keys than the queries' own: in cross-attention, and
+    /// in a mask with an offset. A caller's function receives the mask with chunks as they are.
+    ///
     /// If the positions of a call with a cache do not come after those in the cache, as with 0 again in every step, a
     /// warning is logged once.
     #[doc(alias("position_ids", "input_pos"))]
@@ -254,7 +259,7 @@ impl<'a> AttentionInput<'a> {
     /// aligned to the end, do not apply among the new tokens; all other masks do.
     ///
     /// Windows, chunks and rotary positions count tokens in their order, unless
-    /// [`with_positions`](Self::with_positions) sets other rotary positions; [`with_tree`](Self::with_tree) counts by
+    /// [`with_positions`](Self::with_positions) sets other rotary positions and temperatures; [`with_tree`](Self::with_tree) counts by
     /// depth. The entries are copied to the CPU.
     ///
     /// ```

@@ -1,6 +1,6 @@
 //! The inputs of a call as a layer reads them: the source of its keys and values, its masks and its options.
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 use super::{AttentionInput, KeyValueInputs};
 use crate::cache::{AttentionCache, NewTokens};
@@ -110,24 +110,6 @@ impl<'a> AttentionInput<'a> {
     /// Returns whether the tokens of the call are the nodes of trees.
     pub(in crate::layer) fn has_tree(&self) -> bool {
         self.trees.is_some()
-    }
-
-    /// Returns the mask of the layer and of the call together, for `b` sequences on a device.
-    ///
-    /// # Errors
-    /// For a mask that does not fit in memory.
-    pub(in crate::layer) fn whole_mask(
-        &self,
-        layer_mask: &AttentionMask,
-        tokens: &NewTokens,
-        b: usize,
-        device: &Device,
-    ) -> Result<AttentionMask> {
-        let mask = self.mask_with(layer_mask);
-        match &tokens.new_token_mask {
-            Some(new) => mask.with_new_tokens(new, b, tokens.of_mask(), device),
-            None => Ok(mask),
-        }
     }
 
     /// Returns the mask among the new tokens of a call of `b` sequences, if it has one.

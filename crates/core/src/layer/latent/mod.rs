@@ -16,6 +16,7 @@ use super::forward::{AttendedKeys, PreparedCall};
 use super::input::{AttentionInput, KeysFrom};
 use super::validate::ExpectedInput;
 use super::warnings;
+use super::whole_mask::MaskedCall;
 use crate::cache::{KvFloats, NewTokens};
 use crate::mask::AttentionMask;
 use crate::position::{RotaryEmbedding, Rotation};
@@ -352,7 +353,9 @@ impl MultiHeadLatentAttention {
         let absorbs = is_cached && absorbs.unwrap_or_else(|| cfg.absorbs(t, tokens.longest()));
         let rows = self.latent_rows(&xs, rotation.as_ref())?;
         let q = self.project_queries(&xs, rotation.as_ref(), absorbs)?;
-        let mask = input.whole_mask(&self.mask, &tokens, xs.dim(0)?, xs.device())?;
+        let b = xs.dim(0)?;
+        let call = MaskedCall { op: OP, tokens: &tokens, b, t_kv: t, device: xs.device(), has_temperature: false };
+        let mask = input.whole_mask(&self.mask, call)?;
         let mut cache_after = None;
         let keys = if let Some(cache) = &input.cache {
             let mut staged = cache.stage(&tokens, &rows, None, cfg.kv_lora_rank())?;
