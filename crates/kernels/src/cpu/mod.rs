@@ -15,6 +15,7 @@ mod arch {
     pub(super) mod scalar;
 }
 mod cache;
+mod child;
 mod detection;
 mod dispatch;
 mod functions;

@@ -2,6 +2,8 @@
 
 mod conversions;
 mod elementary;
+#[cfg(all(unix, not(miri)))]
+mod fork;
 mod products;
 
 use super::{InstructionSet, Kernel, SimdTask, dispatch_bf16, dispatch_f32};

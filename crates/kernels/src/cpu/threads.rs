@@ -1,5 +1,6 @@
 //! The number of threads of a call, and the split of its work over them.
 
+use super::child;
 use super::memory::SharedPtr;
 use super::pool::{self, Claims, Pool};
 
@@ -36,7 +37,7 @@ impl Workers {
         if useful_threads == 1 {
             return Self { count: 1 };
         }
-        Self { count: rayon::current_num_threads().clamp(1, useful_threads) }
+        Self { count: available_threads().clamp(1, useful_threads) }
     }
 
     /// Chooses the threads of a call whose tasks are worth a thread each.
@@ -44,8 +45,15 @@ impl Workers {
         if tasks <= 1 {
             return Self { count: 1 };
         }
-        Self { count: rayon::current_num_threads().min(tasks) }
+        Self { count: available_threads().min(tasks) }
     }
+}
+
+/// Returns the number of threads that a call may use: that of the calling thread's rayon pool, or of the global one. In
+/// a child process made by `fork`, only a pool that the child has installed has threads.
+fn available_threads() -> usize {
+    let is_on_rayon = rayon::current_thread_index().is_some();
+    if !is_on_rayon && child::is_child() { 1 } else { rayon::current_num_threads() }
 }
 
 /// Runs `task` for every index below `tasks`, the first ones first, on the calling thread and on helper threads. On a

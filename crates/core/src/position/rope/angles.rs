@@ -7,8 +7,8 @@
 use std::f64::consts::PI;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use candle_attention_kernels::{Workers, for_each_chunk};
 use candle_core::{Device, Result, Tensor, bail};
-use rayon::prelude::*;
 
 use super::config::{Pair, RopeConfig};
 use super::scaling::RopeScaling;
@@ -161,14 +161,21 @@ impl RotaryEmbedding {
         let pairs = frequencies(&self.config, half, length);
         let mut all_cos = vec![0.0; rows * half];
         let mut all_sin = vec![0.0; rows * half];
-        let all_rows = all_cos.par_chunks_mut(half).zip(all_sin.par_chunks_mut(half)).enumerate();
-        all_rows.with_min_len(TASK_ENTRIES.div_ceil(half)).for_each(|(row, (cos, sin))| {
-            for (i, pair) in pairs.iter().enumerate() {
-                let angle = f64::from(position(pair.axis, row) * pair.frequency);
-                cos[i] = angle.cos() as f32 * factor;
-                sin[i] = angle.sin() as f32 * factor;
-            }
-        });
+        let rows_of_task = TASK_ENTRIES.div_ceil(half);
+        let workers = Workers::for_tasks(rows.div_ceil(rows_of_task));
+        let fill = |table: &mut [f32], function: fn(f64) -> f64| {
+            for_each_chunk(table, rows_of_task * half, workers, &|task, chunk| {
+                for (n, numbers) in chunk.chunks_mut(half).enumerate() {
+                    let row = task * rows_of_task + n;
+                    for (number, pair) in numbers.iter_mut().zip(&pairs) {
+                        let angle = f64::from(position(pair.axis, row) * pair.frequency);
+                        *number = function(angle) as f32 * factor;
+                    }
+                }
+            });
+        };
+        fill(&mut all_cos, f64::cos);
+        fill(&mut all_sin, f64::sin);
         Arc::new(Angles::new(all_cos, all_sin, half))
     }
 }

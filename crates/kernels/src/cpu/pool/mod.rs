@@ -112,6 +112,13 @@ impl Pool {
         self.jobs().retain(|other| !Arc::ptr_eq(other, job));
     }
 
+    /// Runs a function while the list of jobs is locked.
+    #[cfg(all(test, unix, not(miri)))]
+    pub fn while_locked<T>(&self, run: impl FnOnce() -> T) -> T {
+        let _jobs = self.jobs();
+        run()
+    }
+
     fn jobs(&self) -> MutexGuard<'_, Vec<Arc<Job>>> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
