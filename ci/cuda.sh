@@ -34,9 +34,11 @@ emulate() {
         echo "ci/cuda.sh: there is no ${CXX:-g++}: the kernels are NOT run by the emulator" >&2
         return 0
     fi
-    local options=()
-    [ "$selection" != quick ] || options=(--quick)
+    local options=() tiles=--tiles
+    [ "$selection" != quick ] || options=(--quick) tiles=--tile
     bash crates/cuda/emulator/run_tests.sh "${options[@]}"
+    cargo run --quiet -p candle-attention-cuda --example specializations -- tiles |
+        bash crates/cuda/emulator/run_tests.sh $tiles
     bash crates/cuda/emulator/run_delta_tests.sh "${options[@]}"
 }
 

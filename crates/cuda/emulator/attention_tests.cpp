@@ -30,10 +30,16 @@ static std::vector<double> to_vector(const Buffer<float>& numbers) {
     return std::vector<double>(numbers.data, numbers.data + numbers.count);
 }
 
+// The order of blocks and threads of the case that runs.
+static emulator::Order order = emulator::Order::Forward;
+
 // Launches a kernel with x * y * z blocks. Returns false after a fault, which counts as a failure.
 static bool launch(const Case& c, const char* kernel, int x, int y, int z, int threads, int shared_bytes,
-                   const AttentionArguments& arguments, void (*run)(const AttentionArguments&)) {
-    if (emulator::launch(kernel, u64(x) * y * z, threads, shared_bytes, [&] { run(arguments); })) return true;
+                   const AttentionArguments& arguments, void (*run)(const AttentionArguments&),
+                   bool waits_for_blocks = false) {
+    if (emulator::launch(kernel, u64(x) * y * z, threads, shared_bytes, [&] { run(arguments); }, order,
+                         waits_for_blocks))
+        return true;
     printf("  FAULT %s: %s\n", c.name, emulator::machine().fault.c_str());
     failures++;
     return false;
@@ -127,7 +133,7 @@ static bool run_backward(Call& call, const Gradients& gradients) {
 #endif
     a.blocks = a.key_blocks;
     is_good = is_good && launch(c, "attention_backward_keys", a.blocks * a.key_heads * a.sequences, 1, 1, KEY_THREADS,
-                                KEY_SHARED_BYTES, a, attention_backward_keys);
+                                KEY_SHARED_BYTES, a, attention_backward_keys, FUSED_BACKWARD);
 #if FUSED_BACKWARD
     is_good = is_good && launch(c, "attention_backward_finish", a.query_tiles, a.heads, a.sequences, KEY_THREADS, 0, a,
                                 attention_backward_finish);
@@ -281,6 +287,7 @@ int main() {
     int count = 0;
     for (const Case& c : list_cases()) {
         if (!is_for_this_specialisation(c) || (only && !strstr(c.name, only))) continue;
+        order = emulator::Order(count % 3);
         test(c), count++;
     }
     printf("%s: %d comparisons of %d cases, %d failed\n", failures ? "FAILED" : "passed", comparisons, count, failures);

@@ -10,6 +10,7 @@
 template <class Arguments> struct NamedKernel {
     const char* name;
     void (*run)(const Arguments&);
+    bool waits_for_blocks = false; // that start before
 };
 
 namespace bridge {
@@ -21,13 +22,14 @@ inline std::string& error() {
 // Runs a grid of the kernel with this name. Returns 0, or 1 after a fault, which error() describes.
 template <class Arguments, size_t COUNT>
 int launch(const NamedKernel<Arguments> (&kernels)[COUNT], const char* name, u64 blocks, u32 threads,
-           u32 shared_bytes, const void* arguments) {
+           u32 shared_bytes, const void* arguments, u32 order) {
     error().clear();
     for (const auto& kernel : kernels) {
         if (strcmp(kernel.name, name)) continue;
         Arguments own;
         memcpy((void*)&own, arguments, sizeof own);
-        const bool is_done = emulator::launch(name, blocks, int(threads), shared_bytes, [&] { kernel.run(own); });
+        const bool is_done = emulator::launch(name, blocks, int(threads), shared_bytes, [&] { kernel.run(own); },
+                                              emulator::Order(order % 3), kernel.waits_for_blocks);
         if (!is_done) error() = emulator::machine().fault;
         return is_done ? 0 : 1;
     }
@@ -38,15 +40,17 @@ int launch(const NamedKernel<Arguments> (&kernels)[COUNT], const char* name, u64
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Launches a kernel of the library. Returns 0, or 1 after a fault.
-#define EXPORT_KERNELS(kernels)                                                                                        \
-    EXPORT int emulator_launch(const char* kernel, u64 blocks, u32 threads, u32 shared_bytes, const void* arguments) { \
-        return bridge::launch(kernels, kernel, blocks, threads, shared_bytes, arguments);                              \
+// Launches a kernel of the library, in the order of blocks and threads with the number `order % 3`. Returns 0, or 1 after
+// a fault.
+#define EXPORT_KERNELS(kernels)                                                                                       \
+    EXPORT int emulator_launch(const char* kernel, u64 blocks, u32 threads, u32 shared_bytes, const void* arguments,  \
+                               u32 order) {                                                                           \
+        return bridge::launch(kernels, kernel, blocks, threads, shared_bytes, arguments, order);                      \
     }
 
-// Allows kernels to access some bytes; all others are faults.
-EXPORT void emulator_add_buffer(const void* begin, size_t bytes, const char* name) {
-    emulator::add_buffer(begin, bytes, name);
+// Allows kernels to access some bytes, or only to read them if they are an input; all others are faults.
+EXPORT void emulator_add_buffer(const void* begin, size_t bytes, const char* name, int is_input) {
+    emulator::add_buffer(begin, bytes, name, is_input);
 }
 EXPORT void emulator_clear_buffers() { emulator::clear_buffers(); }
 // The fault of the last launch; empty if there was none.

@@ -15,7 +15,7 @@ static const NamedKernel<AttentionArguments> kernels[] = {
 #if KERNEL_SET & 4
     NAMED(attention_backward_delta),
     NAMED(attention_backward_tiles),
-    NAMED(attention_backward_keys),
+    {"attention_backward_keys", attention_backward_keys, bool(FUSED_BACKWARD)},
 #if FUSED_BACKWARD
     NAMED(attention_backward_finish),
 #else

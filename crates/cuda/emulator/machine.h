@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdlib>
 #include <functional>
+#include <numeric>
 #include <string>
 #include <vector>
 #if !defined(__x86_64__)
@@ -50,6 +51,7 @@ struct Copy {
 };
 struct Warp {
     int arrived = 0; // lanes in the collective operation
+    u32 barriers = 0;
     u64 generation = 0;
     const char* operation = nullptr;
     void* arguments[32];
@@ -66,12 +68,23 @@ struct Thread {
     ucontext_t context;
 #endif
 };
-// The last accesses to a word of shared memory. Epochs count block barriers.
+// An access to a word of shared memory. Epochs count block barriers.
+const short SEVERAL = -2; // warps or lanes
+struct Access {
+    u32 epoch = 0;
+    u32 barriers = 0; // of the warp, before the access
+    short warp = -1, lane = -1;
+};
 struct Word {
-    u32 write_epoch = 0, read_epoch = 0;
-    short writer = -1, reader = -1; // warps; a reader of -2 stands for several
+    Access write, read; // the last ones
     bool is_written = false, is_being_copied = false;
 };
+
+// The order in which blocks start, and in which threads run between barriers.
+enum class Order { Forward, Backward, Shuffled };
+inline const char* name_of(Order order) {
+    return order == Order::Forward ? "forward" : order == Order::Backward ? "backward" : "shuffled";
+}
 
 struct Machine {
     std::vector<Thread> threads;
@@ -85,6 +98,8 @@ struct Machine {
     std::string kernel;
     std::string fault; // empty if there was none
     std::function<void()> body;
+    Order order = Order::Forward;
+    std::vector<int> warp_order, lane_order; // permutations of the warps of a block and of the lanes of a warp
 #if defined(__x86_64__)
     void* scheduler = nullptr;
 #else
@@ -110,7 +125,8 @@ inline void yield() {
 // Reports a fault and ends the launch.
 [[noreturn]] inline void fail(const std::string& fault) {
     auto& m = machine();
-    m.fault = m.kernel + ", block " + std::to_string(m.block) + ", thread " + std::to_string(m.current) + ": " + fault;
+    m.fault = m.kernel + ", block " + std::to_string(m.block) + ", thread " + std::to_string(m.current) + ", " + name_of(m.order) +
+              " order: " + fault;
     yield();
     abort(); // the scheduler resumes no thread after a fault
 }
@@ -191,6 +207,25 @@ inline void end_barrier() {
     m.arrived = 0, m.generation++, m.epoch++;
 }
 
+// Resumes the lanes of a warp that can continue, one after the other. Returns whether there was any.
+inline bool run_warp(int warp, int& ended) {
+    auto& m = machine();
+    bool progress = false;
+    for (int lane : m.lane_order) {
+        const int index = warp * 32 + lane;
+        auto& thread = m.threads[index];
+        if (thread.wait == Wait::Ended || !can_continue(index)) continue;
+        progress = true;
+        resume(index);
+        if (!m.fault.empty()) return false;
+        if (thread.wait == Wait::Ended) {
+            ended++, m.live--;
+            if (m.arrived && m.arrived == m.live) end_barrier();
+        }
+    }
+    return progress;
+}
+
 // Runs one block until all of its threads ended, or to a fault.
 inline void run_block() {
     auto& m = machine();
@@ -198,23 +233,10 @@ inline void run_block() {
     int ended = 0;
     while (ended < m.count) {
         bool progress = false;
-        for (int i = 0; i < m.count; i++) {
-            if (m.threads[i].wait == Wait::Ended || !can_continue(i)) continue;
-            progress = true;
-            resume(i);
-            if (!m.fault.empty()) return;
-            if (m.threads[i].wait == Wait::Ended) {
-                ended++, m.live--;
-                if (m.arrived && m.arrived == m.live) end_barrier();
-            }
-            if (i % 32 != 31) continue;
-            // Stays in a warp while it can continue: its lanes meet often.
-            for (int lane = i - 31; lane <= i; lane++)
-                if (m.threads[lane].wait == Wait::Warp && can_continue(lane)) {
-                    i -= 32;
-                    break;
-                }
-        }
+        // Stays in a warp while it can continue: its lanes meet often.
+        for (int warp : m.warp_order)
+            while (run_warp(warp, ended)) progress = true;
+        if (!m.fault.empty()) return;
         if (!progress) {
             m.current = 0;
             m.fault = m.kernel + ": the threads diverge, none can continue;" + describe_waits();
@@ -223,11 +245,35 @@ inline void run_block() {
     }
 }
 
+// The numbers below `count` in an order. Shuffled is the same in every run.
+inline std::vector<int> in_order(int count, Order order) {
+    std::vector<int> numbers(count);
+    for (int i = 0; i < count; i++) numbers[i] = order == Order::Backward ? count - 1 - i : i;
+    u32 state = 12345;
+    for (int i = count - 1; order == Order::Shuffled && i > 0; i--) {
+        state = state * 1664525u + 1013904223u;
+        std::swap(numbers[i], numbers[(state >> 8) % u32(i + 1)]);
+    }
+    return numbers;
+}
+
+// The block that starts after `started` others: in a shuffled grid every stride-th one, with a stride that has no
+// divisor in common with the number of blocks.
+inline u64 block_in_order(u64 started, u64 blocks, Order order) {
+    if (order == Order::Forward) return started;
+    if (order == Order::Backward) return blocks - 1 - started;
+    u64 stride = blocks * 5 / 8 + 1;
+    while (std::gcd(stride, blocks) != 1) stride++;
+    return (started * stride + blocks / 3) % blocks;
+}
+
 // The blocks that CUDA launches in the first dimension of a grid, the only one that is used.
 const u64 MOST_BLOCKS = 0x7fffffff;
 
-// Runs a grid. Returns whether there was no fault; machine().fault describes one.
-inline bool launch(const char* kernel, u64 blocks, int threads, u32 shared_bytes, std::function<void()> body) {
+// Runs a grid. Returns whether there was no fault; machine().fault describes one. Blocks of a kernel that waits for
+// earlier blocks start in the order of their index.
+inline bool launch(const char* kernel, u64 blocks, int threads, u32 shared_bytes, std::function<void()> body,
+                   Order order, bool waits_for_blocks = false) {
     auto& m = machine();
     m.kernel = kernel;
     m.fault.clear();
@@ -247,7 +293,10 @@ inline bool launch(const char* kernel, u64 blocks, int threads, u32 shared_bytes
     m.shared.assign((shared_bytes + 15) / 16 * 16, 0);
     m.words.assign(m.shared.size() / 4, Word());
     m.body = body;
-    for (m.block = 0; m.block < blocks; m.block++) {
+    m.order = order;
+    m.warp_order = in_order(threads / 32, order), m.lane_order = in_order(32, order);
+    for (u64 started = 0; started < blocks; started++) {
+        m.block = u32(block_in_order(started, blocks, waits_for_blocks ? Order::Forward : order));
         run_block();
         if (!m.fault.empty()) return false;
     }
@@ -330,6 +379,9 @@ inline bool any_in_warp(bool x) {
 }
 inline void warp_barrier() {
     int none = 0;
-    collective("bar.warp", &none, [](void**) {});
+    collective("bar.warp", &none, [](void**) {
+        auto& m = machine();
+        m.warps[m.current / 32].barriers++;
+    });
 }
 } // namespace emulator

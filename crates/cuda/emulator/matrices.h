@@ -18,7 +18,7 @@ inline void load_matrices(u32 (&result)[4], u32 address, bool is_transposed) {
             for (int row = 0; row < 8; row++) {
                 const u32 at = ((LoadMatricesArgument*)all[matrix * 8 + row])->address;
                 check_shared(at, 16, 16, "ldmatrix");
-                note_read(at, 16, m.current, "ldmatrix");
+                note_read(at, 16, access_now(m.current, SEVERAL), "ldmatrix");
                 memcpy(x[row], &m.shared[at], 16);
             }
             for (int l = 0; l < 32; l++) {

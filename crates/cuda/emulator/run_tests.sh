@@ -4,6 +4,8 @@
 #   run_tests.sh            all specialisations: some 20 minutes on 2 cores
 #   run_tests.sh --quick    a few that use every kernel and every feature: about a minute
 #   run_tests.sh -DHEAD..   the specialisations whose macros contain the words
+#   run_tests.sh --tiles    those on standard input, a line each, as the example `specializations tiles` prints them
+#   run_tests.sh --tile     one of them, another one after each change of the kernels
 #
 # JOBS processes run at a time, by default one for each processor. Programs are kept in the target folder.
 set -u
@@ -106,6 +108,12 @@ export here programs
 case "${1:-}" in
     --quick) list="$quick" ;;
     "") list="$quick$all" ;;
+    --tiles) list="$(cat)" ;;
+    --tile)
+        list="$(cat)"
+        number=$(cat "$here"/../kernels/* | cksum | cut -d' ' -f1)
+        list="$(sed -n "$((number % $(wc -l <<<"$list") + 1))p" <<<"$list")"
+        ;;
     *) list="$(grep -F -e "$1" <<<"$quick$all")" ;;
 esac
 grep -v '^$' <<<"$list" | xargs -d '\n' -P "${JOBS:-$(nproc)}" -I{} bash -c 'test_one "$1"' _ {}

@@ -159,6 +159,7 @@ struct Call {
         describe();
         poison();
         if (c.has_special) put_special_values();
+        protect_inputs();
     }
 
     size_t rows() const { return size_t(batches) * c.heads * query_count; }
@@ -209,7 +210,19 @@ private:
     void describe();
     void poison();
     void put_special_values();
+    void protect_inputs();
 };
+
+// Forbids kernels to write to what they only read.
+inline void Call::protect_inputs() {
+    const AttentionArguments& a = arguments;
+    const void* inputs[] = {a.queries, a.keys, a.values, a.key_scales, a.value_scales, a.bias, a.boolean_mask,
+                            a.alibi_slopes, a.relative_bias, a.relative_bias_origins, a.sinks, a.dropout_seed,
+                            a.cumulative_queries, a.cumulative_keys, a.offsets, a.key_lengths, a.key_starts,
+                            a.prefix_lengths, a.first_keys, a.end_keys, a.output_gradient, a.log_sum_exp_gradient};
+    for (const void* input : inputs)
+        if (input) emulator::protect(input);
+}
 
 inline void Call::draw_numbers() {
     q.fill([] { return to_element(normal()); });

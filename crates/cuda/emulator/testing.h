@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -75,7 +76,10 @@ template <class Arguments, class Kernel>
 void launch(const char* name, int x, int y, int z, int threads, int shared_bytes, const Arguments& arguments,
             Kernel kernel) {
     const u64 blocks = u64(x) * y * z;
-    if (blocks == 0 || emulator::launch(name, blocks, threads, shared_bytes, [&] { kernel(arguments); })) return;
+    // Each kernel runs in every order in turn.
+    static std::map<std::string, int> launches;
+    const auto order = emulator::Order(launches[name]++ % 3);
+    if (blocks == 0 || emulator::launch(name, blocks, threads, shared_bytes, [&] { kernel(arguments); }, order)) return;
     printf("FAIL: %s\n", emulator::machine().fault.c_str());
     std::exit(1);
 }

@@ -1,10 +1,16 @@
 //! Prints what users' programs compile, one JSON object a line: the sources, then every program for every compute
-//! capability.
+//! capability. With the argument `tiles`, it prints the macros of programs that together have every tile, one a line.
 
-use candle_attention_cuda::{Capability, Limits, catalogue, source_text};
+use candle_attention_cuda::{Capability, Limits, catalogue, options_of_every_tile, source_text};
 use serde_json::json;
 
 fn main() {
+    if std::env::args().nth(1).as_deref() == Some("tiles") {
+        for options in options_of_every_tile() {
+            println!("{}", options.join(" "));
+        }
+        return;
+    }
     let capabilities = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)];
     let entries_of = |(major, minor)| {
         let capability = Capability { major, minor };

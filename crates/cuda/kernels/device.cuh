@@ -51,11 +51,11 @@ DEVICE u32 as_bits(float x) { return emulator::to_bits(x); }
 template <class T> DEVICE T load_shared(u32 at) { return emulator::load_shared<T>(at); }
 template <class T> DEVICE void store_shared(u32 at, T x) { emulator::store_shared<T>(at, x); }
 template <class T> DEVICE T load_global(const T* from) {
-    emulator::check_global(from, sizeof(T), sizeof(T), "ld.global");
+    emulator::check_global(from, sizeof(T), sizeof(T), "ld.global", false);
     return *from;
 }
 template <class T> DEVICE void store_global(T* to, T x) {
-    emulator::check_global(to, sizeof(T), sizeof(T), "st.global");
+    emulator::check_global(to, sizeof(T), sizeof(T), "st.global", true);
     *to = x;
 }
 DEVICE void copy_async_16(u32 to, const void* from, int bytes) { emulator::copy_async(to, from, bytes, 16); }

@@ -1,17 +1,20 @@
 //! Compiled kernels in a folder of the user, so that a later process need not compile them.
 //!
 //! A file is one compiled program. Its name is a hash of the source, the options and the compiler's version; its first
-//! line is a header with a checksum of the rest. A file is written under a temporary name and renamed, so that other
-//! processes read all of it or nothing. No fault of the folder or of a file costs more than the time to compile again.
+//! line is a header with a checksum of the rest, which notices damage. A file is written under a temporary name and
+//! renamed, so that other processes read all of it or nothing. No fault of the folder or of a file costs more than the
+//! time to compile again.
+//!
+//! The driver runs what a file contains. So the folder and its files are read only if nobody but the user can write
+//! them: the module [`private_files`](crate::private_files) checks it.
 
 use std::ffi::OsString;
-use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::process;
-use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::failure::warn_once;
 use crate::hash::Fnv;
+use crate::private_files::{FileProblem, check_folder, create_folder, read_file};
 
 /// The environment variable that names the folder. An empty value turns the cache off.
 const VARIABLE: &str = "CANDLE_ATTENTION_CACHE";
@@ -71,13 +74,12 @@ impl DiskCache {
 
     /// Returns the compiled program of a key; `None` if there is none, or none that can be used.
     pub fn read(&self, key: &CacheKey) -> Option<Vec<u8>> {
-        let path = self.folder.as_ref()?.join(key.file_name());
-        let bytes = match fs::read(&path) {
+        let folder = self.folder.as_ref()?;
+        let path = folder.join(key.file_name());
+        let bytes = match check_folder(folder).and_then(|()| read_file(&path)) {
             Ok(bytes) => bytes,
-            Err(error) => {
-                if error.kind() != io::ErrorKind::NotFound {
-                    log::debug!("cannot read the compiled kernel {}: {error}", path.display());
-                }
+            Err(problem) => {
+                report(&problem);
                 return None;
             }
         };
@@ -91,9 +93,20 @@ impl DiskCache {
     /// Stores the compiled program of a key, if the folder can be written.
     pub fn write(&self, key: &CacheKey, program: &[u8]) {
         let Some(folder) = &self.folder else { return };
-        if let Err(error) = write_file(folder, &key.file_name(), program) {
-            log::debug!("cannot store a compiled kernel in {}: {error}", folder.display());
+        if let Err(problem) = write_file(folder, &key.file_name(), program) {
+            report(&problem);
         }
+    }
+}
+
+/// Logs why a compiled kernel is not read or stored: a warning, once, if others can write the folder or the file.
+fn report(problem: &FileProblem) {
+    match problem {
+        FileProblem::NotPrivate(reason) => {
+            warn_once(&format!("compiled kernels are neither read nor kept: {reason}"));
+        }
+        FileProblem::Io(error) if error.kind() == io::ErrorKind::NotFound => {}
+        FileProblem::Io(error) => log::debug!("a compiled kernel is neither read nor kept: {error}"),
     }
 }
 
@@ -127,26 +140,21 @@ fn checked(bytes: &[u8]) -> Option<Vec<u8>> {
     (found == header(program).as_bytes()).then(|| program.to_vec())
 }
 
-/// Writes a file under a temporary name in the folder and renames it.
-fn write_file(folder: &Path, name: &str, program: &[u8]) -> io::Result<()> {
-    // Threads of one process write different files, and so do processes.
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    fs::create_dir_all(folder)?;
-    let temporary = folder.join(format!("{name}.{}.{number}.new", process::id()));
-    let written = fs::write(&temporary, [header(program).as_bytes(), program].concat())
-        .and_then(|()| fs::rename(&temporary, folder.join(name)));
-    if written.is_err() {
-        // The file may not exist.
-        fs::remove_file(&temporary).ok();
-    }
-    written
+/// Writes a file under a random temporary name in the folder and renames it.
+fn write_file(folder: &Path, name: &str, program: &[u8]) -> Result<(), FileProblem> {
+    create_folder(folder)?;
+    check_folder(folder)?;
+    // A file that exists, and a link, is not opened: the next random name is tried.
+    let mut temporary = tempfile::Builder::new().prefix(name).suffix(".new").tempfile_in(folder)?;
+    temporary.write_all(&[header(program).as_bytes(), program].concat())?;
+    temporary.persist(folder.join(name)).map_err(|error| error.error)?;
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::thread;
+    use std::{fs, thread};
 
     fn key<'a>(source: &'a str, options: &'a [String]) -> CacheKey<'a> {
         CacheKey { source, options, compiler: "test 1.0" }
@@ -236,6 +244,99 @@ mod tests {
         fs::create_dir(folder.path().join(key("source", &[]).file_name()))?;
         cache.write(&key("source", &[]), b"program");
         assert_eq!(cache.read(&key("source", &[])), None);
+        Ok(())
+    }
+
+    /// Returns a cache in a folder with one program.
+    #[cfg(unix)]
+    fn folder_with_a_program() -> io::Result<(DiskCache, tempfile::TempDir)> {
+        let folder = tempfile::tempdir()?;
+        let cache = DiskCache::in_folder(folder.path());
+        cache.write(&key("source", &[]), b"program");
+        assert_eq!(cache.read(&key("source", &[])).as_deref(), Some(&b"program"[..]));
+        Ok((cache, folder))
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn new_cache_folder_and_its_files_are_of_the_user_alone() -> io::Result<()> {
+        use std::os::unix::fs::PermissionsExt;
+        let parent = tempfile::tempdir()?;
+        let folder = parent.path().join("new");
+        DiskCache::in_folder(&folder).write(&key("source", &[]), b"program");
+        let mode = |path: &Path| fs::metadata(path).map(|metadata| metadata.permissions().mode() & 0o777);
+        assert_eq!((mode(&folder)?, mode(&only_file(&folder)?)?), (0o700, 0o600));
+        Ok(())
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn program_that_others_can_write_is_not_read() -> io::Result<()> {
+        use std::os::unix::fs::PermissionsExt;
+        let set_mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode));
+        for mode in [0o770, 0o702, 0o777] {
+            let (cache, folder) = folder_with_a_program()?;
+            set_mode(folder.path(), mode)?;
+            assert_eq!(cache.read(&key("source", &[])), None, "folder of mode {mode:o}");
+            cache.write(&key("other", &[]), b"program");
+            only_file(folder.path())?;
+            let (cache, folder) = folder_with_a_program()?;
+            set_mode(&only_file(folder.path())?, mode)?;
+            assert_eq!(cache.read(&key("source", &[])), None, "file of mode {mode:o}");
+            // It is replaced.
+            cache.write(&key("source", &[]), b"program");
+            assert_eq!(cache.read(&key("source", &[])).as_deref(), Some(&b"program"[..]));
+        }
+        Ok(())
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn links_in_the_place_of_programs_are_neither_read_nor_followed() -> io::Result<()> {
+        let (cache, folder) = folder_with_a_program()?;
+        let file = only_file(folder.path())?;
+        let elsewhere = tempfile::tempdir()?;
+        let target = elsewhere.path().join("target");
+        fs::rename(&file, &target)?;
+        let whole = fs::read(&target)?;
+        std::os::unix::fs::symlink(&target, &file)?;
+        assert_eq!(cache.read(&key("source", &[])), None);
+        cache.write(&key("source", &[]), b"another program");
+        assert_eq!(cache.read(&key("source", &[])).as_deref(), Some(&b"another program"[..]));
+        assert_eq!(fs::read(&target)?, whole, "the target of the link");
+        Ok(())
+    }
+
+    /// Links the temporary names that earlier versions used, by the number of the process, to another file.
+    #[test]
+    #[cfg(unix)]
+    fn links_of_temporary_names_are_not_followed() -> io::Result<()> {
+        let folder = tempfile::tempdir()?;
+        let elsewhere = tempfile::tempdir()?;
+        let target = elsewhere.path().join("target");
+        fs::write(&target, b"target")?;
+        let name = key("source", &[]).file_name();
+        for number in 0..100 {
+            let link = folder.path().join(format!("{name}.{}.{number}.new", std::process::id()));
+            std::os::unix::fs::symlink(&target, link)?;
+        }
+        DiskCache::in_folder(folder.path()).write(&key("source", &[]), b"program");
+        assert_eq!(fs::read(&target)?, b"target");
+        Ok(())
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn fifo_in_the_place_of_a_program_does_not_block() -> io::Result<()> {
+        let (cache, folder) = folder_with_a_program()?;
+        let file = only_file(folder.path())?;
+        fs::remove_file(&file)?;
+        let path = std::ffi::CString::new(file.as_os_str().as_encoded_bytes()).expect("no zero");
+        // SAFETY: a text that ends with a zero.
+        assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
+        assert_eq!(cache.read(&key("source", &[])), None);
+        cache.write(&key("source", &[]), b"program");
+        assert_eq!(cache.read(&key("source", &[])).as_deref(), Some(&b"program"[..]));
         Ok(())
     }
 

@@ -14,9 +14,13 @@ mod device;
 mod disk_cache;
 mod element;
 #[cfg(any(feature = "cuda", feature = "emulator"))]
+mod failure;
+#[cfg(any(feature = "cuda", feature = "emulator"))]
 mod hash;
 #[cfg(any(feature = "cuda", test))]
 mod nvrtc;
+#[cfg(any(feature = "cuda", test))]
+mod private_files;
 mod program;
 mod rows;
 mod source;
@@ -35,6 +39,8 @@ pub use capability::{Capability, Limits};
 pub use catalogue::{CatalogueEntry, CatalogueKernel};
 pub use delta::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};
 pub use device::launches_of_thread;
+#[cfg(feature = "emulator")]
+pub use device::without_programs;
 pub use rows::{
     Activation, AngleRows, ConvolutionCall, ConvolutionGradients, ConvolutionResults, DeltaGates, DeltaGatesCall,
     GateCall, GateGradients, GatedNormCall, GatedNormGradients, LinearParameters, LinearRowsCall, NormCall,
@@ -46,6 +52,12 @@ pub use unsupported::Unsupported;
 /// for the usual head dimensions and each score modifier.
 pub fn catalogue(limits: &Limits) -> Vec<CatalogueEntry> {
     [attention::entries(limits), delta::entries(limits), rows::entries()].concat()
+}
+
+/// Returns the macros of programs that together have every row of the tables of tiles, as options of a C++ compiler.
+/// The tests on the emulator run them, since a device takes the first row that fits it.
+pub fn options_of_every_tile() -> Vec<Vec<String>> {
+    tiles::programs_of_every_row().iter().map(|program| program.define_options().collect()).collect()
 }
 
 /// Returns the source of a program of the [`catalogue`](fn@catalogue), as NVRTC compiles it.

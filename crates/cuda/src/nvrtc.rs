@@ -8,11 +8,12 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::ptr;
-use std::sync::OnceLock;
+use std::sync::LazyLock;
 
 use libloading::Library;
 
 use crate::capability::Capability;
+use crate::failure::{Attempt, Failure};
 use crate::unsupported::Unsupported;
 
 /// The oldest version that is used: options and instructions of the kernels are newer than 11.
@@ -20,6 +21,11 @@ const OLDEST: NvrtcVersion = NvrtcVersion { major: 12, minor: 0 };
 
 /// The major versions whose files are looked for, in this order unless the driver is older.
 const MAJOR_VERSIONS: [i32; 2] = [13, 12];
+
+/// The codes of failures that may pass: memory is missing, or the library of builtins, which is a separate file.
+const PASSING_CODES: [c_int; 2] = [NVRTC_ERROR_OUT_OF_MEMORY, NVRTC_ERROR_BUILTIN_OPERATION_FAILURE];
+const NVRTC_ERROR_OUT_OF_MEMORY: c_int = 1;
+const NVRTC_ERROR_BUILTIN_OPERATION_FAILURE: c_int = 7;
 
 /// A version of NVRTC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -91,14 +97,16 @@ pub(crate) struct Nvrtc {
 }
 
 impl Nvrtc {
-    /// Returns the library of the process, which is looked for once. `driver_major` is the major version of CUDA that
-    /// the driver supports: code of a newer compiler might not load.
+    /// Returns the library of the process, which is kept once it was found. `driver_major` is the major version of CUDA
+    /// that the driver supports: code of a newer compiler might not load.
     ///
     /// # Errors
     /// If there is none, or only one that is too old.
-    pub fn of_process(driver_major: i32) -> Result<&'static Self, Unsupported> {
-        static NVRTC: OnceLock<Result<Nvrtc, Unsupported>> = OnceLock::new();
-        NVRTC.get_or_init(|| Self::find(&candidates(driver_major))).as_ref().map_err(Clone::clone)
+    pub fn of_process(driver_major: i32) -> Result<&'static Self, Failure> {
+        static NVRTC: LazyLock<Attempt<&'static Nvrtc>> = LazyLock::new(Attempt::default);
+        // A library may be installed later.
+        let find = || Self::find(&candidates(driver_major)).map_err(|reason| Failure::passing(reason.reason()));
+        NVRTC.get_or_make(|| find().map(|nvrtc| &*Box::leak(Box::new(nvrtc))))
     }
 
     /// Opens the first of the files that can be opened.
@@ -161,9 +169,9 @@ impl Nvrtc {
     /// Compiles a source to machine code.
     ///
     /// # Errors
-    /// If the source or the options have an error; the text is the compiler's log.
-    pub fn compile(&self, source: &str, options: &[String]) -> Result<Vec<u8>, String> {
-        let c_text = |text: &str| CString::new(text).map_err(|error| format!("{error} in {text:?}"));
+    /// If the source or the options have an error, with the compiler's log; or if memory or a file is missing.
+    pub fn compile(&self, source: &str, options: &[String]) -> Result<Vec<u8>, Failure> {
+        let c_text = |text: &str| CString::new(text).map_err(|error| Failure::lasting(format!("{error} in {text:?}")));
         let source = c_text(source)?;
         let options = options.iter().map(|option| c_text(option)).collect::<Result<Vec<_>, _>>()?;
         let option_pointers: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
@@ -177,7 +185,7 @@ impl Nvrtc {
             self.check(create(program_pointer, source.as_ptr(), name, 0, ptr::null(), ptr::null()))?;
             let status = compile(program.program, options.len() as c_int, option_pointers.as_ptr());
             if status != 0 {
-                return Err(format!("{}: {}", self.error_text(status), program.log()));
+                return Err(self.failure(status, &program.log()));
             }
             let mut size = 0;
             self.check(cubin_size(program.program, &raw mut size))?;
@@ -188,8 +196,14 @@ impl Nvrtc {
     }
 
     /// Returns an error for a code other than 0.
-    fn check(&self, code: c_int) -> Result<(), String> {
-        if code == 0 { Ok(()) } else { Err(self.error_text(code)) }
+    fn check(&self, code: c_int) -> Result<(), Failure> {
+        if code == 0 { Ok(()) } else { Err(self.failure(code, "")) }
+    }
+
+    /// Returns the failure of an error code, with the compiler's log.
+    fn failure(&self, code: c_int, log: &str) -> Failure {
+        let reason = [&self.name(), "cannot compile the CUDA kernels:", &self.error_text(code), log].join(" ");
+        Failure { reason: reason.trim_end().into(), is_lasting: !PASSING_CODES.contains(&code) }
     }
 
     /// Returns the name of an error code.
@@ -248,10 +262,10 @@ fn architectures(functions: &Functions) -> Vec<u32> {
     numbers.into_iter().filter_map(|number| number.try_into().ok()).collect()
 }
 
-/// Returns the files that may be NVRTC: by name, which the system looks for, and in the folder of the toolkit.
+/// Returns the files that may be NVRTC: by name, which the system looks for, and in the folder of the toolkit. Files of
+/// the driver's own version come first: it may load no code of a newer one.
 fn candidates(driver_major: i32) -> Vec<PathBuf> {
     let mut majors = MAJOR_VERSIONS;
-    // First the compiler of the driver's own version.
     majors.sort_by_key(|&major| major != driver_major);
     let mut names = Vec::new();
     for major in majors {
@@ -264,7 +278,17 @@ fn candidates(driver_major: i32) -> Vec<PathBuf> {
     if !cfg!(windows) {
         names.push("libnvrtc.so".into());
     }
-    let mut paths: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
+    let folders = toolkit_folders();
+    let mut paths = Vec::new();
+    for name in names {
+        paths.push(PathBuf::from(&name));
+        paths.extend(folders.iter().map(|folder| folder.join(&name)));
+    }
+    paths
+}
+
+/// Returns the folders of the toolkit in which libraries are.
+fn toolkit_folders() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = Vec::new();
     for variable in ["CUDA_HOME", "CUDA_PATH"] {
         folders.extend(env::var_os(variable).map(PathBuf::from));
@@ -273,12 +297,7 @@ fn candidates(driver_major: i32) -> Vec<PathBuf> {
         folders.push("/usr/local/cuda".into());
     }
     let inner_folders: &[&str] = if cfg!(windows) { &["bin"] } else { &["lib64", "lib"] };
-    for folder in folders {
-        for inner in inner_folders {
-            paths.extend(names.iter().map(|name| folder.join(inner).join(name)));
-        }
-    }
-    paths
+    folders.iter().flat_map(|folder| inner_folders.iter().map(|inner| folder.join(inner))).collect()
 }
 
 /// Opens the library that NVRTC opens by name when it compiles, from the folder in which NVRTC was found: the system
@@ -308,7 +327,7 @@ mod tests {
         match Nvrtc::of_process(MAJOR_VERSIONS[0]) {
             Ok(nvrtc) => Some(nvrtc),
             Err(reason) => {
-                println!("skipped {test}: {reason}");
+                println!("skipped {test}: {}", reason.reason);
                 None
             }
         }
@@ -355,10 +374,37 @@ mod tests {
     #[test]
     fn nvrtc_reports_errors_of_the_source() {
         let Some(nvrtc) = nvrtc("nvrtc_reports_errors_of_the_source") else { return };
-        let error = nvrtc.compile("no source", &["--gpu-architecture=sm_80".into()]).expect_err("an error");
-        assert!(error.contains("NVRTC_ERROR_COMPILATION") && error.contains("attention.cu"), "{error}");
-        let option_error = nvrtc.compile("", &["--no-such-option".into()]).expect_err("an error");
-        assert!(option_error.contains("NVRTC_ERROR_INVALID_OPTION"), "{option_error}");
+        let failure = nvrtc.compile("no source", &["--gpu-architecture=sm_80".into()]).expect_err("an error");
+        let reason = failure.reason;
+        assert!(reason.contains("NVRTC_ERROR_COMPILATION") && reason.contains("attention.cu"), "{reason}");
+        assert!(failure.is_lasting);
+        let of_option = nvrtc.compile("", &["--no-such-option".into()]).expect_err("an error");
+        assert!(of_option.reason.contains("NVRTC_ERROR_INVALID_OPTION"), "{of_option:?}");
+    }
+
+    #[test]
+    fn missing_memory_and_missing_builtins_are_passing_failures() {
+        let Some(nvrtc) = nvrtc("missing_memory_and_missing_builtins_are_passing_failures") else { return };
+        let is_lasting = |code| nvrtc.failure(code, "").is_lasting;
+        assert!(!is_lasting(NVRTC_ERROR_OUT_OF_MEMORY) && !is_lasting(NVRTC_ERROR_BUILTIN_OPERATION_FAILURE));
+        assert!(is_lasting(5) && is_lasting(6), "an invalid option, and an error of the source");
+        let reason = nvrtc.failure(7, "nvrtc: error: failed to open libnvrtc-builtins.so.13.0.\n").reason;
+        let expected = "cannot compile the CUDA kernels: NVRTC_ERROR_BUILTIN_OPERATION_FAILURE nvrtc: error: failed to";
+        assert!(reason.contains(expected), "{reason}");
+    }
+
+    #[test]
+    fn candidates_of_the_drivers_version_come_first() {
+        let of_driver =
+            |major| candidates(major).iter().map(|path| path.to_string_lossy().into_owned()).collect::<Vec<_>>();
+        if cfg!(target_os = "linux") {
+            let first_of = |names: &[String], name: &str| names.iter().position(|path| path.ends_with(name));
+            let names = of_driver(12);
+            assert_eq!(names[0], "libnvrtc.so.12");
+            let last = names.iter().rposition(|path| path.ends_with("libnvrtc.so.12"));
+            assert!(last > Some(0) && last < first_of(&names, "libnvrtc.so.13"), "{names:?}");
+            assert_eq!(of_driver(13)[0], "libnvrtc.so.13");
+        }
     }
 
     #[test]

@@ -134,6 +134,7 @@ impl OutputGate {
 
 #[cfg(test)]
 mod tests {
+    use candle_attention_cuda::without_programs;
     use candle_core::{D, DType, Device, Var};
     use candle_nn::Activation as Function;
 
@@ -203,6 +204,9 @@ mod tests {
         assert!(CudaGate::plan(&values, &values, Activation::Silu).is_some());
         assert!(CudaGate::plan(&values.narrow(D::Minus1, 0, 2)?, &values, Activation::Silu).is_none());
         assert!(CudaGate::plan(&values.to_dtype(DType::F16)?, &values, Activation::Silu).is_none());
+        without_programs("no memory", || {
+            assert!(CudaGate::plan(&values, &values, Activation::Silu).is_none(), "a kernel that does not compile");
+        });
         Ok(())
     }
 }

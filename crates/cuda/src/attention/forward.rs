@@ -8,6 +8,7 @@ use super::readings::{Readings, alignment, layout_strides};
 use super::sizes::Sizes;
 use crate::arguments::{AttentionArguments, RowStrides};
 use crate::device::{Buffer, Grid, KernelDevice, Launch, Operands};
+use crate::program::Program;
 use crate::specialization::{ModifierGradients, Specialization};
 use crate::tiles::{DecodeTile, ForwardTile};
 use crate::unsupported::Unsupported;
@@ -55,6 +56,27 @@ impl AttentionCall {
             output_shape: output_shape(self.output_layout, &sizes),
             log_sum_exp: log_sum_exp.map(|buffer| buffer.into_storage()),
             log_sum_exp_shape: (sizes.batch, sizes.heads, sizes.queries).into(),
+        })
+    }
+}
+
+impl AttentionCall {
+    /// Returns the program of the forward pass, into a new output.
+    pub(super) fn forward_program(
+        &self,
+        device: &KernelDevice,
+        sizes: &Sizes,
+        choice: &ForwardChoice,
+    ) -> Result<Program> {
+        let readings = Readings::new(self);
+        let mut operands = Operands::new(device);
+        let mut arguments = readings.arguments(&mut operands, sizes)?;
+        arguments.output_strides = output_strides(self.output_layout, sizes);
+        let alignment = alignment(&arguments, self, sizes);
+        let specialization = self.specialization(sizes, ModifierGradients::default(), alignment);
+        Ok(match choice {
+            ForwardChoice::Forward(tile) => tile.program(&specialization),
+            ForwardChoice::Decode { tile, .. } => tile.program(&specialization),
         })
     }
 }

@@ -85,10 +85,13 @@ impl AttentionCall {
     /// Returns the kernel of the forward pass. Nothing is compiled, and no tensor is read.
     ///
     /// # Errors
-    /// If no kernel runs the call: the sentence says why.
+    /// If no kernel runs the call, or it could not be compiled in an earlier call: the sentence says why.
     pub fn plan(&self) -> Result<Kernel, Unsupported> {
-        let limits = KernelDevice::of(self.q.device())?.limits();
-        Ok(match self.forward_choice(&self.sizes()?, &limits)? {
+        let device = KernelDevice::of(self.q.device())?;
+        let sizes = self.sizes()?;
+        let choice = self.forward_choice(&sizes, &device.limits())?;
+        device.check_known_failure(|| self.forward_program(&device, &sizes, &choice).ok())?;
+        Ok(match choice {
             ForwardChoice::Forward(_) => Kernel::Forward,
             ForwardChoice::Decode { splits, .. } => Kernel::Decode { splits },
         })
@@ -99,8 +102,9 @@ impl AttentionCall {
     /// # Errors
     /// As [`plan`](Self::plan), and for keys and values of 8 bits, which have no gradients.
     pub fn plan_backward(&self, wanted: RequestedGradients) -> Result<BackwardKernel, Unsupported> {
-        let limits = KernelDevice::of(self.q.device())?.limits();
-        let plan = self.backward_plan(self.sizes()?, wanted, &limits)?;
+        let device = KernelDevice::of(self.q.device())?;
+        let plan = self.backward_plan(self.sizes()?, wanted, &device.limits())?;
+        device.check_known_failure(|| self.backward_program(&device, &plan).ok())?;
         Ok(if plan.is_fused() { BackwardKernel::Fused } else { BackwardKernel::Separate })
     }
 

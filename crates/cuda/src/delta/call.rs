@@ -147,10 +147,12 @@ impl DeltaCall {
     /// Returns the kernels of the forward pass. Nothing is compiled, and no tensor is read.
     ///
     /// # Errors
-    /// If no kernel runs the call: the sentence says why.
+    /// If no kernel runs the call, or it could not be compiled in an earlier call: the sentence says why.
     pub fn plan(&self) -> std::result::Result<DeltaKernel, Unsupported> {
         let sizes = self.sizes().map_err(|error| Unsupported::new(error.to_string()))?;
-        self.specialization(&KernelDevice::of(self.q.device())?, false)?;
+        let device = KernelDevice::of(self.q.device())?;
+        let specialization = self.specialization(&device, false)?;
+        device.check_known_failure(|| Some(specialization.program()))?;
         Ok(if sizes.longest <= MAX_STEPS { DeltaKernel::Steps } else { DeltaKernel::Chunks })
     }
 
@@ -159,13 +161,28 @@ impl DeltaCall {
     /// # Errors
     /// If they do not: the sentence says why.
     pub fn plan_backward(&self) -> std::result::Result<(), Unsupported> {
-        self.specialization(&KernelDevice::of(self.q.device())?, true)?;
+        let device = KernelDevice::of(self.q.device())?;
+        let specialization = self.specialization(&device, true)?;
+        device.check_known_failure(|| Some(specialization.program()))?;
         if self.qk_norm.is_some() && self.scale != 0.0 && !SCALES_WITH_NORM.contains(&self.scale.abs()) {
             let (least, most) = (SCALES_WITH_NORM.start(), SCALES_WITH_NORM.end());
             return Err(Unsupported::new(format!(
                 "scale is {:e}, expected 0 or a magnitude from {least:e} to {most:e} with qk_norm",
                 self.scale
             )));
+        }
+        Ok(())
+    }
+
+    /// Loads the programs of the passes, so that the caller can take another path if one fails, which is logged once.
+    ///
+    /// # Errors
+    /// If no kernel runs a pass, or one does not compile.
+    pub fn prepare(&self, with_backward: bool) -> std::result::Result<(), Unsupported> {
+        let device = KernelDevice::of(self.q.device())?;
+        device.prepare(&self.specialization(&device, false)?.program())?;
+        if with_backward {
+            device.prepare(&self.specialization(&device, true)?.program())?;
         }
         Ok(())
     }

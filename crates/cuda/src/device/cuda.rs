@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
+use candle_core::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute, CUresult};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError,
     LaunchConfig, PushKernelArg, SyncOnDrop, ValidAsZeroBits,
@@ -18,14 +18,23 @@ use super::Buffer;
 use super::launch::{KernelArguments, Launch};
 use super::programs::{LoadResult, Programs};
 use crate::capability::{Capability, Limits};
-use crate::compile::compile;
+use crate::compile::{compile, compile_empty_kernel};
 use crate::disk_cache::DiskCache;
+use crate::failure::{Attempt, Failure, warn_once};
 use crate::nvrtc::Nvrtc;
 use crate::program::Program;
 use crate::unsupported::Unsupported;
 
 /// The oldest device that has the instructions of the kernels.
 const OLDEST: Capability = Capability { major: 8, minor: 0 };
+
+/// The errors of the driver for code that it will never load.
+const LASTING_ERRORS: [CUresult; 4] = [
+    CUresult::CUDA_ERROR_INVALID_IMAGE,
+    CUresult::CUDA_ERROR_INVALID_SOURCE,
+    CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU,
+    CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
+];
 
 /// The shared memory that a kernel may have without a change of its attributes.
 const DEFAULT_SHARED_BYTES: usize = 48 * 1024;
@@ -35,6 +44,19 @@ pub(crate) struct CudaRunner {
     device: CudaDevice,
     stream: Arc<CudaStream>,
     context: Arc<ContextPrograms>,
+}
+
+/// The programs of a context, or the reason why it has none.
+struct ContextAttempt {
+    programs: Attempt<Arc<ContextPrograms>>,
+    /// Stays alive, so that no other context gets its address.
+    _context: Arc<CudaContext>,
+}
+
+impl ContextAttempt {
+    fn new(context: &Arc<CudaContext>) -> Self {
+        Self { programs: Attempt::default(), _context: context.clone() }
+    }
 }
 
 /// The programs of a context of the driver, which all devices of Candle on the same GPU share.
@@ -77,14 +99,19 @@ impl CudaRunner {
     /// # Errors
     /// If the device is too old, or there is no NVRTC for it.
     pub fn new(device: &CudaDevice) -> std::result::Result<Self, Unsupported> {
-        type Contexts = HashMap<usize, std::result::Result<Arc<ContextPrograms>, Unsupported>>;
+        type Contexts = HashMap<usize, Arc<ContextAttempt>>;
         static CONTEXTS: OnceLock<Mutex<Contexts>> = OnceLock::new();
         let stream = device.cuda_stream();
         let context = stream.context();
-        let mut contexts = CONTEXTS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
-        // A context that is kept in the map stays alive, so that no other one gets its address.
-        let key = context.cu_ctx() as usize;
-        let programs = contexts.entry(key).or_insert_with(|| ContextPrograms::new(context).map(Arc::new)).clone()?;
+        let attempt = {
+            let mut contexts = CONTEXTS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+            let key = context.cu_ctx() as usize;
+            contexts.entry(key).or_insert_with(|| Arc::new(ContextAttempt::new(context))).clone()
+        };
+        let programs = attempt.programs.get_or_make(|| ContextPrograms::new(context).map(Arc::new));
+        let programs = programs.inspect_err(|failure| {
+            warn_once(&format!("other operations run instead of the CUDA kernels: {}", failure.reason));
+        })?;
         Ok(Self { device: device.clone(), stream, context: programs })
     }
 
@@ -120,8 +147,13 @@ impl CudaRunner {
     ///
     /// # Errors
     /// If it does not compile or load.
-    pub fn load(&self, program: &Program) -> Result<Arc<CudaProgram>> {
+    pub fn load(&self, program: &Program) -> LoadResult<CudaProgram> {
         self.context.programs.get_or_load(program, || self.context.compile(program))
+    }
+
+    /// Returns the failure of a program that an earlier call could not load. `program` is called only if there is any.
+    pub fn known_failure(&self, program: impl FnOnce() -> Option<Program>) -> Option<Failure> {
+        self.context.programs.known_failure(program)
     }
 
     /// Takes a storage that launches read.
@@ -225,18 +257,22 @@ struct Parameter<A>(A);
 unsafe impl<A: KernelArguments> DeviceRepr for Parameter<A> {}
 
 impl ContextPrograms {
-    fn new(context: &Arc<CudaContext>) -> std::result::Result<Self, Unsupported> {
-        let failed = |error: DriverError| Unsupported::new(format!("the device does not answer: {error}"));
+    fn new(context: &Arc<CudaContext>) -> std::result::Result<Self, Failure> {
+        let failed = |error: DriverError| Failure::passing(format!("the device does not answer: {error}"));
         let attribute = |attribute: CUdevice_attribute| context.attribute(attribute).map_err(failed);
         let (major, minor) = context.compute_capability().map_err(failed)?;
         let capability = Capability { major: major as u32, minor: minor as u32 };
         if capability < OLDEST {
             let reason = format!("the device has compute capability {capability}, expected at least {OLDEST}");
-            return Err(Unsupported::new(reason));
+            return Err(Failure::lasting(reason));
         }
         let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let shared_bytes = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let nvrtc = Nvrtc::of_process(driver_major())?;
+        let architecture = nvrtc.architecture(capability).map_err(|reason| Failure::lasting(reason.reason()))?;
+        // The compiler may lack a file, and the driver may be older than the compiler.
+        let code = compile_empty_kernel(nvrtc, &DiskCache::of_user(), &architecture)?;
+        load_module(context, nvrtc, code)?;
         Ok(Self {
             context: context.clone(),
             limits: Limits {
@@ -245,7 +281,7 @@ impl ContextPrograms {
                 shared_bytes: shared_bytes as usize,
             },
             nvrtc,
-            architecture: nvrtc.architecture(capability)?,
+            architecture,
             programs: Programs::default(),
         })
     }
@@ -253,8 +289,7 @@ impl ContextPrograms {
     /// Compiles a program and loads it.
     fn compile(&self, program: &Program) -> LoadResult<CudaProgram> {
         let code = compile(self.nvrtc, &DiskCache::of_user(), &self.architecture, program)?;
-        let module = self.context.load_module(Ptx::from_binary(code));
-        let module = module.map_err(|error| format!("the driver does not load the compiled kernels: {error}"))?;
+        let module = load_module(&self.context, self.nvrtc, code)?;
         Ok(Arc::new(CudaProgram { module, functions: Mutex::default() }))
     }
 }
@@ -277,6 +312,23 @@ impl CudaProgram {
         functions.insert(kernel, SizedFunction { function: function.clone(), shared_bytes });
         Ok(function)
     }
+}
+
+/// Loads compiled kernels.
+fn load_module(
+    context: &Arc<CudaContext>,
+    nvrtc: &Nvrtc,
+    code: Vec<u8>,
+) -> std::result::Result<Arc<CudaModule>, Failure> {
+    context.load_module(Ptx::from_binary(code)).map_err(|DriverError(error)| Failure {
+        reason: format!(
+            "the driver, of CUDA {}, does not load what {} compiles: {}",
+            driver_major(),
+            nvrtc.name(),
+            DriverError(error)
+        ),
+        is_lasting: LASTING_ERRORS.contains(&error),
+    })
 }
 
 /// Returns the major version of CUDA that the driver supports; 0 if it does not say.

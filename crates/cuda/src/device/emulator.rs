@@ -1,6 +1,7 @@
 //! Kernels on the emulator, which runs their source on a CPU. A C++ compiler makes a library of each program when it is
 //! first used, and the libraries are kept in the target folder.
 
+use std::cell::RefCell;
 use std::env;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fs;
@@ -11,8 +12,9 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 use candle_core::{Error, Result, bail};
 use libloading::Library;
 
-use super::launch::{KernelArguments, Launch};
-use super::programs::Programs;
+use super::launch::{KernelArguments, Launch, launches_of_thread};
+use super::programs::{LoadResult, Programs};
+use crate::failure::Failure;
 use crate::hash::Fnv;
 use crate::program::Program;
 use crate::unsupported::Unsupported;
@@ -23,12 +25,14 @@ pub(crate) struct Region {
     pub name: &'static str,
     pub address: u64,
     pub bytes: usize,
+    /// Whether kernels may only read it.
+    pub is_input: bool,
 }
 
 /// The functions that `emulator/library.cpp` exports.
 struct Functions {
-    launch: unsafe extern "C" fn(*const c_char, u64, u32, u32, *const c_void) -> c_int,
-    add_buffer: unsafe extern "C" fn(*const c_void, usize, *const c_char),
+    launch: unsafe extern "C" fn(*const c_char, u64, u32, u32, *const c_void, u32) -> c_int,
+    add_buffer: unsafe extern "C" fn(*const c_void, usize, *const c_char, c_int),
     clear_buffers: unsafe extern "C" fn(),
     error: unsafe extern "C" fn() -> *const c_char,
 }
@@ -43,14 +47,41 @@ pub(crate) struct EmulatedProgram {
 /// Held by a launch: the machine that is emulated is one.
 static MACHINE: Mutex<()> = Mutex::new(());
 
+static PROGRAMS: LazyLock<Programs<EmulatedProgram>> = LazyLock::new(Programs::default);
+
 /// Returns the library of a program.
 ///
 /// # Errors
 /// If it does not compile or load.
-pub(super) fn load(program: &Program) -> Result<Arc<EmulatedProgram>> {
-    static PROGRAMS: LazyLock<Programs<EmulatedProgram>> = LazyLock::new(Programs::default);
+pub(super) fn load(program: &Program) -> LoadResult<EmulatedProgram> {
+    if let Some(failure) = failure_of_thread() {
+        return Err(failure);
+    }
     let open = || EmulatedProgram::open(&build(program)?).map(Arc::new);
-    PROGRAMS.get_or_load(program, || open().map_err(|error| error.to_string()))
+    PROGRAMS.get_or_load(program, || open().map_err(|error: Error| Failure::lasting(error.to_string())))
+}
+
+thread_local! {
+    /// The failure of all programs that the thread loads.
+    static FAILURE: RefCell<Option<Failure>> = const { RefCell::new(None) };
+}
+
+/// Runs a function in which no program loads on the current thread, to test what callers do then.
+pub fn without_programs<T>(reason: &str, run: impl FnOnce() -> T) -> T {
+    FAILURE.replace(Some(Failure::lasting(reason)));
+    let result = run();
+    FAILURE.take();
+    result
+}
+
+/// Returns the failure of every program, if the current thread runs [`without_programs`].
+fn failure_of_thread() -> Option<Failure> {
+    FAILURE.with_borrow(Clone::clone)
+}
+
+/// Returns the failure of a program that an earlier call could not load. `program` is called only if there is any.
+pub(super) fn known_failure(program: impl FnOnce() -> Option<Program>) -> Option<Failure> {
+    failure_of_thread().or_else(|| PROGRAMS.known_failure(program))
 }
 
 impl EmulatedProgram {
@@ -83,6 +114,8 @@ impl EmulatedProgram {
         let _machine = MACHINE.lock().unwrap_or_else(PoisonError::into_inner);
         let Functions { launch: run, add_buffer, clear_buffers, error } = &self.functions;
         let name = CString::new(launch.kernel).map_err(Error::wrap)?;
+        // The launches of a thread run in each of the three orders in turn.
+        let order = (launches_of_thread() % 3) as u32;
         let (threads, shared_bytes) = (launch.threads as u32, launch.shared_bytes as u32);
         // SAFETY: the regions are memory of operands that the caller keeps locked, the emulator checks every access
         // against them, and the argument is the struct that the kernel takes.
@@ -90,9 +123,9 @@ impl EmulatedProgram {
             clear_buffers();
             for region in regions {
                 let region_name = CString::new(region.name).map_err(Error::wrap)?;
-                add_buffer(region.address as *const c_void, region.bytes, region_name.as_ptr());
+                add_buffer(region.address as *const c_void, region.bytes, region_name.as_ptr(), region.is_input.into());
             }
-            let code = run(name.as_ptr(), blocks.into(), threads, shared_bytes, (&raw const *arguments).cast());
+            let code = run(name.as_ptr(), blocks.into(), threads, shared_bytes, (&raw const *arguments).cast(), order);
             if code != 0 {
                 bail!("[{}] {}", launch.kernel, CStr::from_ptr(error()).to_string_lossy())
             }

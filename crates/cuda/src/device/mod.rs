@@ -14,6 +14,8 @@ mod programs;
 use candle_core::{DType, Device};
 
 pub(crate) use buffer::Buffer;
+#[cfg(feature = "emulator")]
+pub use emulator::without_programs;
 pub use launch::launches_of_thread;
 pub(crate) use launch::{Grid, KernelArguments, Launch};
 pub(crate) use operands::{Operands, Reading};
@@ -93,14 +95,53 @@ impl KernelDevice {
     ///
     /// # Errors
     /// If it does not compile, or does not load.
-    pub fn load(&self, program: &Program) -> candle_core::Result<LoadedProgram> {
+    pub fn load(&self, program: &Program) -> Result<LoadedProgram, Unsupported> {
         match self {
             #[cfg(feature = "emulator")]
             Self::Emulator => Ok(LoadedProgram::Emulator(emulator::load(program)?)),
             #[cfg(not(feature = "emulator"))]
-            Self::Emulator => candle_core::bail!("the crate was built without the feature `emulator`: {program:?}"),
+            Self::Emulator => {
+                Err(Unsupported::new(format!("the crate was built without the feature `emulator`: {program:?}")))
+            }
             #[cfg(feature = "cuda")]
             Self::Cuda(runner) => Ok(LoadedProgram::Cuda(runner.load(program)?)),
         }
+    }
+
+    /// Loads a program before a call, so that the caller can take another path if it fails. The failure is logged once.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn prepare(&self, program: &Program) -> Result<(), Unsupported> {
+        match self.load(program) {
+            Ok(_) => Ok(()),
+            Err(reason) => {
+                #[cfg(any(feature = "cuda", feature = "emulator"))]
+                crate::failure::warn_once(&format!("Candle's operations run instead of CUDA kernels: {reason}"));
+                Err(reason)
+            }
+        }
+    }
+
+    /// Checks that no earlier call failed to load a program, which `program` returns. It is called only if any program
+    /// has failed to load.
+    ///
+    /// # Errors
+    /// If it failed, and would not be tried again now.
+    #[cfg_attr(not(any(feature = "cuda", feature = "emulator")), expect(unused_variables, reason = "no program loads"))]
+    pub fn check_known_failure(&self, program: impl FnOnce() -> Option<Program>) -> Result<(), Unsupported> {
+        let failure = match self {
+            #[cfg(feature = "emulator")]
+            Self::Emulator => emulator::known_failure(program),
+            #[cfg(not(feature = "emulator"))]
+            Self::Emulator => return Ok(()),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(runner) => runner.known_failure(program),
+        };
+        #[cfg(any(feature = "cuda", feature = "emulator"))]
+        if let Some(failure) = failure {
+            return Err(failure.into());
+        }
+        Ok(())
     }
 }

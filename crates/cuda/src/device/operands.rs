@@ -59,7 +59,7 @@ impl<'a> Operands<'a> {
     pub fn read(&mut self, name: &'static str, reading: &'a Reading) -> Result<u64> {
         let bytes_before = reading.layout.start_offset() * reading.dtype.size_in_bytes();
         let start = match (self.device, &*reading.storage) {
-            (KernelDevice::Emulator, Storage::Cpu(storage)) => self.add_region(name, cpu_memory(storage)?),
+            (KernelDevice::Emulator, Storage::Cpu(storage)) => self.add_region(name, cpu_memory(storage)?, true),
             #[cfg(feature = "cuda")]
             (KernelDevice::Cuda(runner), Storage::Cuda(storage)) => {
                 let used = runner.read(storage)?;
@@ -100,7 +100,7 @@ impl<'a> Operands<'a> {
     /// If it is on another device.
     pub fn write(&mut self, name: &'static str, buffer: &'a mut Buffer) -> Result<u64> {
         match (self.device, buffer.storage_mut()) {
-            (KernelDevice::Emulator, Storage::Cpu(storage)) => Ok(self.add_region(name, cpu_memory(storage)?)),
+            (KernelDevice::Emulator, Storage::Cpu(storage)) => Ok(self.add_region(name, cpu_memory(storage)?, false)),
             #[cfg(feature = "cuda")]
             (KernelDevice::Cuda(runner), Storage::Cuda(storage)) => {
                 let used = runner.write(storage)?;
@@ -115,12 +115,12 @@ impl<'a> Operands<'a> {
     /// Ends the use of the memory, after the last launch.
     pub fn finish(self) {}
 
-    /// Adds memory of the CPU and returns its address.
-    fn add_region(&mut self, name: &'static str, memory: CpuMemory) -> u64 {
+    /// Adds memory of the CPU, which kernels may only read if it is an input, and returns its address.
+    fn add_region(&mut self, name: &'static str, memory: CpuMemory, is_input: bool) -> u64 {
         #[cfg(feature = "emulator")]
-        self.regions.push(super::emulator::Region { name, address: memory.address, bytes: memory.bytes });
+        self.regions.push(super::emulator::Region { name, address: memory.address, bytes: memory.bytes, is_input });
         #[cfg(not(feature = "emulator"))]
-        log::trace!("{name} has {} bytes", memory.bytes);
+        log::trace!("{name} has {} bytes; an input: {is_input}", memory.bytes);
         memory.address
     }
 

@@ -98,11 +98,16 @@ struct ConvolutionArguments {
 unsafe impl KernelArguments for ConvolutionArguments {}
 
 impl ConvolutionCall {
-    /// Checks that kernels run the call. Nothing is compiled, and no tensor is read.
+    /// Checks that kernels run the call, and loads the program, which is compiled in the first call. No tensor is read.
     ///
     /// # Errors
     /// If they do not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
+        self.check()?;
+        KernelDevice::of(self.xs.device())?.prepare(&program(Element::of(self.xs.dtype())?, self.taps.dims()[0]))
+    }
+
+    fn check(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.xs.device())?;
         Element::of(self.xs.dtype())?;
         let width = self.taps.dims().first().copied().unwrap_or(0);
@@ -128,7 +133,7 @@ impl ConvolutionCall {
     }
 
     fn sizes(&self) -> Result<Sizes> {
-        self.plan()?;
+        self.check()?;
         let (b, t, c) = self.xs.dims3()?;
         let (k, _) = self.taps.dims2()?;
         check_tensor(OP, "the input", &self.xs, &[b, t, c], self.xs.dtype())?;
@@ -146,7 +151,7 @@ impl ConvolutionCall {
     }
 
     fn load(&self, device: &KernelDevice, sizes: Sizes) -> Result<LoadedProgram> {
-        device.load(&program(Element::of(self.xs.dtype())?, sizes.k))
+        Ok(device.load(&program(Element::of(self.xs.dtype())?, sizes.k))?)
     }
 
     /// Returns the first tokens of packed sequences on the device.

@@ -77,11 +77,17 @@ struct DeltaGatesArguments {
 unsafe impl KernelArguments for DeltaGatesArguments {}
 
 impl DeltaGatesCall {
-    /// Checks that a kernel runs the call. Nothing is compiled, and no tensor is read.
+    /// Checks that a kernel runs the call, and loads the program, which is compiled in the first call. No tensor is
+    /// read.
     ///
     /// # Errors
     /// If none does: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
+        self.check()?;
+        KernelDevice::of(self.beta.device())?.prepare(&program_of(ROOT, Element::of(self.beta.dtype())?))
+    }
+
+    fn check(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.beta.device())?;
         Element::of(self.beta.dtype())?;
         let count = self.decay.elem_count();
@@ -97,7 +103,7 @@ impl DeltaGatesCall {
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or it does not compile or launch.
     pub fn forward(&self) -> Result<DeltaGates> {
-        self.plan()?;
+        self.check()?;
         let (b, t, h) = self.beta.dims3()?;
         let (_, _, decays) = self.decay.dims3()?;
         check_tensor(OP, "the input of betas", &self.beta, &[b, t, h], self.beta.dtype())?;

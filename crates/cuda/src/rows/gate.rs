@@ -93,11 +93,16 @@ struct GateArguments {
 unsafe impl KernelArguments for GateArguments {}
 
 impl GateCall {
-    /// Checks that kernels run the call. Nothing is compiled, and no tensor is read.
+    /// Checks that kernels run the call, and loads the program, which is compiled in the first call. No tensor is read.
     ///
     /// # Errors
     /// If they do not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
+        self.check()?;
+        KernelDevice::of(self.values.device())?.prepare(&program_of(ROOT, Element::of(self.values.dtype())?))
+    }
+
+    fn check(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.values.device())?;
         Element::of(self.values.dtype())?;
         launch(FORWARD, self.shape()?).check()
@@ -110,7 +115,7 @@ impl GateCall {
     }
 
     fn checked_shape(&self) -> Result<GateShape> {
-        self.plan()?;
+        self.check()?;
         let shape = self.shape()?;
         let values = shape.values;
         check_tensor(OP, "the values", &self.values, &values.dims(), self.values.dtype())?;
@@ -119,7 +124,7 @@ impl GateCall {
     }
 
     fn load(&self, device: &KernelDevice) -> Result<LoadedProgram> {
-        device.load(&program_of(ROOT, Element::of(self.values.dtype())?))
+        Ok(device.load(&program_of(ROOT, Element::of(self.values.dtype())?))?)
     }
 
     /// Computes the output, (B, T, H, D), contiguous, in the dtype of the values.

@@ -88,11 +88,16 @@ struct GatedNormArguments {
 unsafe impl KernelArguments for GatedNormArguments {}
 
 impl GatedNormCall {
-    /// Checks that kernels run the call. Nothing is compiled, and no tensor is read.
+    /// Checks that kernels run the call, and loads the program, which is compiled in the first call. No tensor is read.
     ///
     /// # Errors
     /// If they do not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
+        self.check()?;
+        KernelDevice::of(self.xs.device())?.prepare(&program(Element::of(self.xs.dtype())?, self.xs.dims()[3]))
+    }
+
+    fn check(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.xs.device())?;
         Element::of(self.xs.dtype())?;
         let shape = RowsShape::of(&self.xs)?;
@@ -105,7 +110,7 @@ impl GatedNormCall {
     }
 
     fn checked_shape(&self) -> Result<RowsShape> {
-        self.plan()?;
+        self.check()?;
         let shape = RowsShape::of(&self.xs)?;
         check_tensor(OP, "the input", &self.xs, &shape.dims(), self.xs.dtype())?;
         check_tensor(OP, "gate", &self.gate, &shape.dims(), self.xs.dtype())?;
@@ -119,7 +124,7 @@ impl GatedNormCall {
     }
 
     fn load(&self, device: &KernelDevice, shape: RowsShape) -> Result<LoadedProgram> {
-        device.load(&program(Element::of(self.xs.dtype())?, shape.d))
+        Ok(device.load(&program(Element::of(self.xs.dtype())?, shape.d))?)
     }
 
     /// Computes the output, (B, T, H, D), contiguous, in the dtype of the inputs.

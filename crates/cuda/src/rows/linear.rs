@@ -100,13 +100,15 @@ impl LinearRowsCall {
     /// The largest number of rows. With more, a product of cuBLAS, on tensor cores, is the better choice.
     pub const MAX_ROWS: usize = ROWS[ROWS.len() - 1];
 
-    /// Checks that the kernel runs the call. Nothing is compiled, and no tensor is read.
+    /// Checks that the kernel runs the call, and loads the program, which is compiled in the first call. No tensor is
+    /// read.
     ///
     /// # Errors
     /// If it does not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
-        KernelDevice::of(self.xs.device())?;
-        self.shape().map(|_| ())
+        let device = KernelDevice::of(self.xs.device())?;
+        let shape = self.shape()?;
+        device.prepare(&program(shape.element, shape.program_rows()))
     }
 
     /// Returns the dimensions, which the kernel supports.

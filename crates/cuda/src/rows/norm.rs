@@ -113,11 +113,16 @@ struct NormArguments {
 unsafe impl KernelArguments for NormArguments {}
 
 impl NormCall {
-    /// Checks that kernels run the call. Nothing is compiled, and no tensor is read.
+    /// Checks that kernels run the call, and loads the program, which is compiled in the first call. No tensor is read.
     ///
     /// # Errors
     /// If they do not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
+        self.check()?;
+        KernelDevice::of(self.xs.device())?.prepare(&program_of(ROOT, Element::of(self.xs.dtype())?))
+    }
+
+    fn check(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.xs.device())?;
         Element::of(self.xs.dtype())?;
         let shape = RowsShape::of(&self.xs)?;
@@ -134,7 +139,7 @@ impl NormCall {
     }
 
     fn checked_shape(&self) -> Result<RowsShape> {
-        self.plan()?;
+        self.check()?;
         let shape = RowsShape::of(&self.xs)?;
         check_tensor(OP, "the input", &self.xs, &shape.dims(), self.xs.dtype())?;
         let parameter_dims = if self.weight.rank() == 1 { vec![shape.d] } else { vec![shape.h, shape.d] };
@@ -148,7 +153,7 @@ impl NormCall {
     }
 
     fn load(&self, device: &KernelDevice) -> Result<LoadedProgram> {
-        device.load(&program_of(ROOT, Element::of(self.xs.dtype())?))
+        Ok(device.load(&program_of(ROOT, Element::of(self.xs.dtype())?))?)
     }
 
     /// Computes the output, (B, T, H, D), contiguous, in the dtype of the inputs.

@@ -61,11 +61,17 @@ struct QuantizeRowsArguments {
 unsafe impl KernelArguments for QuantizeRowsArguments {}
 
 impl QuantizeRowsCall {
-    /// Checks that the kernel runs the call. Nothing is compiled, and no tensor is read.
+    /// Checks that the kernel runs the call, and loads the program, which is compiled in the first call. No tensor is
+    /// read.
     ///
     /// # Errors
     /// If it does not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
+        self.check()?;
+        KernelDevice::of(self.rows.device())?.prepare(&program_of(ROOT, Element::of(self.rows.dtype())?))
+    }
+
+    fn check(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.rows.device())?;
         Element::of(self.rows.dtype())?;
         let fits = |size: &usize| (1..1 << 30).contains(size);
@@ -81,7 +87,7 @@ impl QuantizeRowsCall {
     /// # Errors
     /// If the call does not fit together, the kernel does not run it, or it does not compile or launch.
     pub fn forward(&self) -> Result<RowCodes> {
-        self.plan()?;
+        self.check()?;
         let (b, h, t, d) = self.rows.dims4()?;
         check_tensor(OP, "the input", &self.rows, &[b, h, t, d], self.rows.dtype())?;
         let device = KernelDevice::of(self.rows.device())?;

@@ -79,11 +79,17 @@ struct RotationArguments {
 unsafe impl KernelArguments for RotationArguments {}
 
 impl RotationCall {
-    /// Checks that the kernel runs the call. Nothing is compiled, and no tensor is read.
+    /// Checks that the kernel runs the call, and loads the program, which is compiled in the first call. No tensor is
+    /// read.
     ///
     /// # Errors
     /// If it does not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
+        self.check()?;
+        KernelDevice::of(self.xs.device())?.prepare(&program_of(ROOT, Element::of(self.xs.dtype())?))
+    }
+
+    fn check(&self) -> std::result::Result<(), Unsupported> {
         KernelDevice::of(self.xs.device())?;
         Element::of(self.xs.dtype())?;
         let fits = |count: &usize| (1..1 << 30).contains(count);
@@ -107,7 +113,7 @@ impl RotationCall {
     /// # Errors
     /// If the call does not fit together, the kernel does not run it, or it does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        self.plan()?;
+        self.check()?;
         let (b, t, h, d) = self.xs.dims4()?;
         let (rows, pairs) = self.cosines.dims2()?;
         check_tensor(OP, "the input", &self.xs, &[b, t, h, d], self.xs.dtype())?;

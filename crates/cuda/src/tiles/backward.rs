@@ -115,6 +115,18 @@ impl BackwardTile {
     /// # Errors
     /// If none does.
     pub fn choose(specialization: &Specialization, shared_bytes: usize) -> Result<Self, Unsupported> {
+        let fits = |tile: &Self| {
+            let largest = tile.key_shared_bytes(specialization).max(tile.query_shared_bytes(specialization));
+            tile.divides(specialization) && largest <= shared_bytes
+        };
+        Self::rows(specialization)
+            .into_iter()
+            .find(fits)
+            .ok_or_else(|| no_tile("backward", specialization, shared_bytes))
+    }
+
+    /// Returns the tiles in the order in which they are tried.
+    pub(super) fn rows(specialization: &Specialization) -> Vec<Self> {
         let tiles = match (specialization.element, Width::of(specialization)) {
             (Element::F32, Width::Narrow | Width::Middle) => F32,
             (Element::F32, Width::Wide) => F32_WIDE,
@@ -122,16 +134,7 @@ impl BackwardTile {
             (_, Width::Middle) => MIDDLE,
             (_, Width::Wide) => WIDE,
         };
-        let fits = |tile: &Self| {
-            let largest = tile.key_shared_bytes(specialization).max(tile.query_shared_bytes(specialization));
-            tile.divides(specialization) && largest <= shared_bytes
-        };
-        let fastest = Self::fastest(specialization);
-        fastest
-            .into_iter()
-            .chain(tiles.iter().copied())
-            .find(fits)
-            .ok_or_else(|| no_tile("backward", specialization, shared_bytes))
+        Self::fastest(specialization).into_iter().chain(tiles.iter().copied()).collect()
     }
 
     /// Returns the tile that is tried first, if there is one. The shares of the time were measured on an H200.
@@ -150,7 +153,7 @@ impl BackwardTile {
     }
 
     /// Returns whether the warps divide the columns.
-    fn divides(&self, specialization: &Specialization) -> bool {
+    pub(super) fn divides(&self, specialization: &Specialization) -> bool {
         let KeyTile { warps, warps_per_keys, queries, .. } = self.keys;
         let (head_columns, value_columns) = (specialization.head_columns(), specialization.value_columns());
         let shared_columns = 16 * warps_per_keys;

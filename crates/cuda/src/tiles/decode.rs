@@ -39,8 +39,13 @@ impl DecodeTile {
     /// If none does.
     pub fn choose(specialization: &Specialization, shared_bytes: usize) -> Result<Self, Unsupported> {
         let fits = |tile: &Self| tile.shared_bytes(specialization) <= shared_bytes;
+        Self::rows(specialization).into_iter().find(fits).ok_or_else(|| no_tile("decode", specialization, shared_bytes))
+    }
+
+    /// Returns the tiles in the order in which they are tried.
+    pub(super) fn rows(specialization: &Specialization) -> Vec<Self> {
         let codes: &[Self] = if specialization.key_codes { &CODES } else { &[] };
-        codes.iter().chain(&TILES).copied().find(fits).ok_or_else(|| no_tile("decode", specialization, shared_bytes))
+        [codes, &TILES].concat()
     }
 
     /// Returns the blocks of a key head for a number of queries that share it.

@@ -56,9 +56,15 @@ impl ForwardTile {
         shared_bytes: usize,
     ) -> Result<Self, Unsupported> {
         let fits = |tile: &Self| tile.shared_bytes(specialization) <= shared_bytes;
-        let fastest = Self::fastest(specialization, length);
-        let found = fastest.into_iter().chain(Self::smaller(specialization)).find(fits);
+        let found = Self::candidates(specialization, length).into_iter().find(fits);
         found.ok_or_else(|| no_tile("forward", specialization, shared_bytes))
+    }
+
+    /// Returns the tiles in the order in which they are tried.
+    pub(super) fn candidates(specialization: &Specialization, length: ForwardLength) -> Vec<Self> {
+        let mut tiles = Self::fastest(specialization, length);
+        tiles.extend(Self::smaller(specialization));
+        tiles
     }
 
     /// Returns the tiles that were timed for a call, the fastest first.

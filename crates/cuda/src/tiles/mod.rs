@@ -6,10 +6,12 @@
 mod backward;
 mod decode;
 mod forward;
+mod rows;
 
 pub(crate) use backward::{BackwardKernels, BackwardTile, QueryGradient};
 pub(crate) use decode::DecodeTile;
 pub(crate) use forward::{ForwardLength, ForwardTile};
+pub(crate) use rows::programs_of_every_row;
 
 use crate::specialization::Specialization;
 use crate::unsupported::Unsupported;
@@ -35,6 +37,24 @@ enum Width {
 }
 
 impl Width {
+    /// Returns the fewest columns.
+    fn least(self) -> usize {
+        match self {
+            Self::Narrow => 16,
+            Self::Middle => 80,
+            Self::Wide => 144,
+        }
+    }
+
+    /// Returns the most columns.
+    fn most(self) -> usize {
+        match self {
+            Self::Narrow => 64,
+            Self::Middle => 128,
+            Self::Wide => 256,
+        }
+    }
+
     fn of(specialization: &Specialization) -> Self {
         match specialization.head_columns().max(specialization.value_columns()) {
             ..=64 => Self::Narrow,

@@ -15,7 +15,7 @@ pub(super) struct CudaCall {
 }
 
 impl CudaCall {
-    /// Returns the call for the kernels, or the reason why they do not support it.
+    /// Returns the call for the kernels, which are loaded, or the reason why they do not run it.
     pub fn plan(call: &Call) -> std::result::Result<Self, String> {
         let rows = call.with_contiguous_rows().map_err(|error| error.to_string())?;
         let kernels = DeltaCall {
@@ -37,6 +37,7 @@ impl CudaCall {
         if rows.tracks_gradients() {
             kernels.plan_backward().map_err(|reason| reason.to_string())?;
         }
+        kernels.prepare(rows.tracks_gradients()).map_err(|reason| reason.to_string())?;
         Ok(Self { call: rows, kernels })
     }
 

@@ -1,5 +1,6 @@
 //! The CUDA kernels, by the emulator on tensors of the CPU, against the reference path.
 
+use candle_attention_cuda::without_programs;
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::call::{Call, DeltaTensors};
@@ -162,5 +163,13 @@ fn cuda_kernels_refuse_widths_above_256() -> Result<()> {
     let inputs = Inputs::new(Sizes { d_v: 257, ..SIZES }, DType::F32)?;
     let reason = CudaCall::plan(&inputs.call()?).err().expect("a reason");
     assert_eq!(reason, "the head dimension of values is 257, expected 1 to 256");
+    Ok(())
+}
+
+#[test]
+fn cuda_kernels_that_do_not_compile_are_a_reason() -> Result<()> {
+    let inputs = Inputs::new(SIZES, DType::F32)?;
+    let reason = without_programs("no memory", || -> Result<_> { Ok(CudaCall::plan(&inputs.call()?).err()) })?;
+    assert_eq!(reason.as_deref(), Some("no memory"));
     Ok(())
 }

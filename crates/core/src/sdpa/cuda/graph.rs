@@ -18,6 +18,7 @@ const NAME: &str = "flash-attention";
 
 /// Runs the kernels and returns the output as it is stored, with gradients for the inputs that are tracked.
 pub(super) fn output(cuda_call: CudaCall) -> Result<Tensor> {
+    cuda_call.prepare_backward()?;
     let forward = cuda_call.attention.forward(cuda_call.tracks_gradients())?;
     let ForwardOutput { output, output_shape, log_sum_exp, log_sum_exp_shape } = forward;
     let lse = log_sum_exp.map(|storage| untracked(storage, log_sum_exp_shape));
@@ -32,6 +33,7 @@ pub(super) fn output(cuda_call: CudaCall) -> Result<Tensor> {
 
 /// Runs the kernels and returns the output as it is stored, and the log-sum-exp, as [`output`] does.
 pub(super) fn output_and_lse(cuda_call: CudaCall) -> Result<(Tensor, Tensor)> {
+    cuda_call.prepare_backward()?;
     let forward = cuda_call.attention.forward(true)?;
     let ForwardOutput { output, output_shape, log_sum_exp, log_sum_exp_shape: lse_shape } = forward;
     let storage = log_sum_exp.ok_or_else(missing_lse)?;
@@ -69,6 +71,14 @@ impl CudaCall {
     /// Returns whether an input is tracked for gradients.
     pub(super) fn tracks_gradients(&self) -> bool {
         self.inputs().in_order().into_iter().any(is_tracked)
+    }
+
+    /// Loads the kernels of the backward pass, if an input is tracked: if they fail to, another path can still run.
+    fn prepare_backward(&self) -> Result<()> {
+        if !self.tracks_gradients() {
+            return Ok(());
+        }
+        self.attention.prepare_backward(self.requested_gradients())
     }
 
     /// Returns which gradients a backward pass computes.

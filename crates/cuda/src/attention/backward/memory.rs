@@ -4,7 +4,6 @@ use candle_core::{DType, Result};
 
 use super::BackwardPlan;
 use crate::arguments::AttentionArguments;
-use crate::attention::readings::layout_strides;
 use crate::attention::sizes::Sizes;
 use crate::device::{Buffer, KernelDevice, Operands};
 
@@ -92,13 +91,10 @@ impl BackwardMemory {
         operands: &mut Operands<'a>,
         arguments: &mut AttentionArguments,
     ) -> Result<()> {
-        let &Sizes { heads, key_heads, queries, keys, head_dim, value_dim, .. } = &plan.sizes;
         arguments.query_gradient = operands.write("the gradient of q", &mut self.q)?;
         arguments.key_gradient = operands.write("the gradient of k", &mut self.k)?;
         arguments.value_gradient = operands.write("the gradient of v", &mut self.v)?;
-        arguments.query_gradient_strides = layout_strides(plan.layout, heads, queries, head_dim);
-        arguments.key_gradient_strides = layout_strides(plan.layout, key_heads, keys, head_dim);
-        arguments.value_gradient_strides = layout_strides(plan.layout, key_heads, keys, value_dim);
+        plan.set_gradient_strides(arguments);
 
         arguments.score_gradient = operands.write_optional("the gradients of scores", self.scores.as_mut())?;
         arguments.bias_gradient = operands.write_optional("the gradient of the bias", self.bias.as_mut())?;

@@ -7,10 +7,12 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::call::{AttentionCall, BackwardInputs, Gradients, OutputLayout, RequestedGradients};
 use super::forward::{output_shape, output_strides};
-use super::readings::{Readings, alignment, row_strides};
+use super::readings::{Readings, alignment, layout_strides, row_strides};
 use super::sizes::Sizes;
+use crate::arguments::AttentionArguments;
 use crate::capability::Limits;
 use crate::device::{Buffer, KernelDevice, Operands, Reading};
+use crate::program::Program;
 use crate::specialization::Specialization;
 use crate::tiles::BackwardTile;
 use crate::unsupported::Unsupported;
@@ -33,6 +35,14 @@ impl BackwardPlan {
     /// Returns whether one kernel computes the gradients of queries, keys and values.
     pub fn is_fused(&self) -> bool {
         self.tile.is_fused()
+    }
+
+    /// Sets the strides of the gradients of q, k and v.
+    fn set_gradient_strides(&self, arguments: &mut AttentionArguments) {
+        let Sizes { heads, key_heads, queries, keys, head_dim, value_dim, .. } = self.sizes;
+        arguments.query_gradient_strides = layout_strides(self.layout, heads, queries, head_dim);
+        arguments.key_gradient_strides = layout_strides(self.layout, key_heads, keys, head_dim);
+        arguments.value_gradient_strides = layout_strides(self.layout, key_heads, keys, value_dim);
     }
 
     /// Returns the tiles of queries of the longest sequence.
@@ -90,6 +100,30 @@ impl AttentionCall {
         }
         operands.finish();
         self.gradients(memory, wanted)
+    }
+
+    /// Loads the program of the backward pass, for a gradient of the output with the strides of a new tensor.
+    ///
+    /// # Errors
+    /// If no kernel computes it, or one does not compile.
+    pub fn prepare_backward(&self, wanted: RequestedGradients) -> Result<()> {
+        let device = KernelDevice::of(self.q.device())?;
+        let plan = self.backward_plan(self.sizes()?, wanted, &device.limits())?;
+        device.load(&self.backward_program(&device, &plan)?)?;
+        Ok(())
+    }
+
+    /// Returns the program of a backward pass, for a gradient of the output with the strides of a new tensor.
+    pub(super) fn backward_program(&self, device: &KernelDevice, plan: &BackwardPlan) -> Result<Program> {
+        let sizes = &plan.sizes;
+        let readings = Readings::new(self);
+        let mut operands = Operands::new(device);
+        let mut arguments = readings.arguments(&mut operands, sizes)?;
+        arguments.output_strides = output_strides(self.output_layout, sizes);
+        arguments.output_gradient_strides = arguments.output_strides;
+        plan.set_gradient_strides(&mut arguments);
+        let alignment = alignment(&arguments, self, sizes);
+        Ok(plan.tile.program(&Specialization { alignment, ..plan.specialization }))
     }
 
     /// Returns the backward pass for aligned tensors.

@@ -1,12 +1,15 @@
 //! The calls that run on CUDA and the reasons why others do not.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_attention_cuda::without_programs;
+use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::problem::emulator_runs;
 use crate::mask::AttentionMask;
 use crate::sdpa::call::{Call, Qkv};
 use crate::sdpa::cuda::CudaCall;
-use crate::sdpa::options::SdpaOptions;
+use crate::sdpa::options::{Backend, SdpaOptions};
+use crate::sdpa::plan::Choice;
+use crate::sdpa::request::{OutputOnly, run_on};
 use crate::sdpa::result::ResultKind;
 use candle_attention_modules::init::TorchSeed;
 
@@ -41,5 +44,39 @@ fn cuda_plan_names_the_kernel_or_the_reason() -> Result<()> {
     assert!(plan(70, 300, DType::F16, &plain, output)?.contains("300"));
     let of_pytorch = plain.with_dropout(0.5, true).with_dropout_seed(&TorchSeed::new(1));
     assert!(plan(70, 64, DType::F16, &of_pytorch, output)?.contains("PyTorch's generator"));
+    Ok(())
+}
+
+/// Checks that a call whose kernels do not load has the output and the gradients of the reference path.
+#[test]
+fn call_whose_cuda_kernels_do_not_compile_matches_reference() -> Result<()> {
+    if !emulator_runs() {
+        return Ok(());
+    }
+    let generator = TorchSeed::new(5);
+    let q = Var::from_tensor(&generator.randn((1, 2, 3, 16))?)?;
+    let (k, v) = (generator.randn((1, 2, 9, 16))?, generator.randn((1, 2, 9, 16))?);
+    let options = SdpaOptions::default();
+    let call =
+        |options: &SdpaOptions| Call::new("test", Qkv { q: &q, k: &k, v: &v }, None, &AttentionMask::causal(), options);
+    let results = |output: Tensor| -> Result<[Vec<f32>; 2]> {
+        let gradients = output.sqr()?.sum_all()?.backward()?;
+        let of_q = gradients.get(&q).expect("a gradient").flatten_all()?.to_vec1()?;
+        Ok([output.flatten_all()?.to_vec1()?, of_q])
+    };
+    let expected = results(run_on(Choice::Reference { reason: String::new() }, call(&options)?, OutputOnly)?)?;
+    let planned = || CudaCall::plan(&call(&options)?, ResultKind::Output).map_err(candle_core::Error::msg);
+    let cuda_call = planned()?;
+    without_programs("no memory", || -> Result<()> {
+        let output = run_on(Choice::Cuda(Box::new(cuda_call)), call(&options)?, OutputOnly)?;
+        assert_eq!(results(output)?, expected);
+        let reason = planned().err().expect("a reason").to_string();
+        assert!(reason.contains("no memory"), "{reason}");
+        Ok(())
+    })?;
+    let cuda_call = planned()?;
+    let fused = call(&options.with_backend(Backend::Fused))?;
+    let error = without_programs("no memory", || run_on(Choice::Cuda(Box::new(cuda_call)), fused, OutputOnly));
+    assert!(error.err().expect("an error").to_string().contains("no memory"));
     Ok(())
 }
