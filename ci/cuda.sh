@@ -25,6 +25,11 @@ compile() {
         return 0
     fi
     local options=(--nvrtc "${NVRTC_FOLDER:-target/nvrtc/nvidia/cu13/lib}")
+    if [ -e target/nvrtc-oldest/complete ]; then
+        options+=(--oldest target/nvrtc-oldest/nvidia/cuda_nvrtc/lib)
+    else
+        echo "ci/cuda.sh: pip cannot install NVRTC 12.0: the oldest version compiles nothing" >&2
+    fi
     [ "$selection" = all ] || options+=("--$selection")
     cargo run --quiet -p candle-attention-cuda --example specializations | python3 ci/cuda_registers.py "${options[@]}"
 }

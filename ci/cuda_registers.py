@@ -9,6 +9,9 @@ the table, or that takes more registers, spilled bytes or shared memory than the
 
 `--quick` compiles a selection with each kernel and element type, for one capability each. `--update` writes the table;
 with `--quick`, the rest of the table stays.
+
+`--oldest FOLDER` has libnvrtc.so.12 of the oldest version that is supported, which compiles the quick specialisations of
+compute capability 9.0 as well; with `--quick`, the fused backward pass alone.
 """
 
 import argparse
@@ -64,11 +67,11 @@ class Specialization:
 
 
 class Nvrtc:
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, major: int = 13):
         # The library looks for its builtins among loaded libraries and in LD_LIBRARY_PATH only.
         for name in sorted(pathlib.Path(folder).glob("libnvrtc-builtins.so.*")):
             ctypes.CDLL(str(name), mode=ctypes.RTLD_GLOBAL)
-        self.library = ctypes.CDLL(str(pathlib.Path(folder) / "libnvrtc.so.13"))
+        self.library = ctypes.CDLL(str(pathlib.Path(folder) / f"libnvrtc.so.{major}"))
 
     def compile(self, program: Program, options: list[str]) -> str:
         """Returns the log of a compilation.
@@ -163,6 +166,23 @@ def choose(specializations: list[Specialization], is_quick: bool) -> list[Specia
     return [of_name[number % len(of_name)] for number, of_name in enumerate(by_name.values())]
 
 
+def problems_of_oldest(
+    folder: str, programs: dict[str, Program], specializations: list[Specialization], is_quick: bool
+) -> list[str]:
+    """Returns the specialisations that the oldest version does not compile."""
+    of_hopper = [one for one in specializations if one.is_quick and one.capability == "9.0"]
+    fused = [one for one in of_hopper if "-DFUSED_BACKWARD=1" in one.options]
+    nvrtc, messages = Nvrtc(folder, 12), []
+    for one in fused[:1] if is_quick else of_hopper:
+        try:
+            nvrtc.compile(programs[one.program], ["--gpu-architecture=sm_90", *one.options])
+        except RuntimeError as error:
+            messages.append(f"the oldest NVRTC, {one.name}: {error}")
+    if not fused:
+        messages.append("the oldest NVRTC: there is no fused backward pass to compile")
+    return messages
+
+
 def read_table() -> dict[Key, Usage]:
     table = {}
     lines = TABLE.read_text().splitlines() if TABLE.exists() else []
@@ -220,6 +240,7 @@ def main() -> int:
     parser.add_argument("--nvrtc", required=True, metavar="FOLDER", help="the folder of libnvrtc.so.13")
     parser.add_argument("--quick", action="store_true", help="a selection with each kernel and element type")
     parser.add_argument("--update", action="store_true", help="write the table")
+    parser.add_argument("--oldest", metavar="FOLDER", help="the folder of libnvrtc.so.12 of the oldest version")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many are compiled at the same time")
     args = parser.parse_args()
     programs, specializations = read_input(sys.stdin)
@@ -240,6 +261,8 @@ def main() -> int:
     if args.update:
         write_table(read_table() | found if args.quick else found)
     messages = too_large(specializations) + problems(found, read_table(), is_all=not args.quick)
+    if args.oldest:
+        messages += problems_of_oldest(args.oldest, programs, specializations, args.quick)
     print("\n".join(messages), file=sys.stderr, end="\n" if messages else "")
     spilling = sum(usage.spilled > 0 for usage in found.values())
     print(f"{len(chosen)} of {len(specializations)} specialisations, {len(found)} kernels, {spilling} of which spill")

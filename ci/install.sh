@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # `bash ci/install.sh mpi page nvrtc` installs programs that checks need besides Rust, if they are missing: MPI and
-# libclang; Chromium with the packages of tests/page; NVRTC, the compiler of CUDA kernels, in target/nvrtc. It fails if
-# a program is missing afterwards.
+# libclang; Chromium with the packages of tests/page; NVRTC, the compiler of CUDA kernels, in target/nvrtc, and its
+# oldest version in target/nvrtc-oldest. It fails if a program is missing afterwards.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,11 +14,13 @@ apt() {
 
 has_mpi() { command -v mpirun && command -v mpicc && ls /usr/lib/llvm*/lib/libclang.so*; }
 has_chromium() { [ -n "${CHROMIUM-}" ] || command -v chromium || command -v google-chrome; }
-has_nvrtc() { [ -n "${NVRTC_FOLDER-}" ] || [ -e target/nvrtc/complete ]; }
-# 90 MB. The version is fixed, since another may take other registers.
+has_nvrtc() { [ -n "${NVRTC_FOLDER-}" ] || [ -e target/nvrtc/complete ] && [ -e target/nvrtc-oldest/complete ]; }
+pip_into() { python3 -m pip install --quiet --no-deps --only-binary=:all: --upgrade --target "$@" && touch "$1/complete"; }
+# 90 MB and 23 MB. The first version is fixed, since another may take other registers.
 install_nvrtc() {
-    python3 -m pip install --quiet --no-deps --only-binary=:all: --upgrade --target target/nvrtc nvidia-cuda-nvrtc==13.0.88 &&
-        touch target/nvrtc/complete
+    [ -n "${NVRTC_FOLDER-}" ] || [ -e target/nvrtc/complete ] || pip_into target/nvrtc nvidia-cuda-nvrtc==13.0.88 || return
+    # One check less without it.
+    [ -e target/nvrtc-oldest/complete ] || pip_into target/nvrtc-oldest nvidia-cuda-nvrtc-cu12==12.0.140 || true
 }
 has_packages() { [ tests/page/node_modules/.package-lock.json -nt tests/page/package-lock.json ]; }
 

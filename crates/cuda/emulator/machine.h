@@ -68,7 +68,8 @@ struct Thread {
     ucontext_t context;
 #endif
 };
-// An access to a word of shared memory. Epochs count block barriers.
+// An access to a word of shared memory. Epochs count the blocks and their barriers, so that what is known of a word of an
+// earlier block is of an earlier epoch.
 const short SEVERAL = -2; // warps or lanes
 struct Access {
     u32 epoch = 0;
@@ -77,7 +78,7 @@ struct Access {
 };
 struct Word {
     Access write, read; // the last ones
-    bool is_written = false, is_being_copied = false;
+    bool is_being_copied = false;
 };
 
 // The order in which blocks start, and in which threads run between barriers.
@@ -91,7 +92,7 @@ struct Machine {
     std::vector<Warp> warps;
     std::vector<char> shared;
     std::vector<Word> words;
-    u32 epoch = 1;
+    u32 epoch = 0, first_epoch = 0; // now, and of the block
     int count = 0, arrived = 0, live = 0, current = 0; // threads
     u64 generation = 0;
     u32 block = 0; // the index of the block that runs
@@ -159,8 +160,7 @@ inline void start_block() {
     auto& m = machine();
     for (auto& warp : m.warps) warp = Warp();
     std::fill(m.shared.begin(), m.shared.end(), char(0xff));
-    std::fill(m.words.begin(), m.words.end(), Word());
-    m.epoch = 1, m.arrived = 0, m.generation = 0, m.live = m.count;
+    m.first_epoch = ++m.epoch, m.arrived = 0, m.generation = 0, m.live = m.count;
     for (auto& thread : m.threads) {
         thread.wait = Wait::Nothing;
         thread.groups.clear(), thread.open.clear();

@@ -90,8 +90,8 @@ inline void note_read(u32 at, u32 bytes, const Access& now, const char* operatio
     auto& m = machine();
     for (u32 i = at / 4; i < (at + bytes + 3) / 4; i++) {
         auto& word = m.words[i];
+        if (word.write.epoch < m.first_epoch) fail_at_word(operation, i, "read and was never written");
         if (word.is_being_copied) fail_at_word(operation, i, "read before its cp.async arrived");
-        if (!word.is_written) fail_at_word(operation, i, "read and was never written");
         check_order(operation, i, "read by ", word.write, now);
         add_read(word.read, now);
     }
@@ -100,11 +100,12 @@ inline void note_write(u32 at, u32 bytes, const Access& now, bool is_copy, const
     auto& m = machine();
     for (u32 i = at / 4; i < (at + bytes + 3) / 4; i++) {
         auto& word = m.words[i];
-        if (word.is_being_copied) fail_at_word(operation, i, "written before its cp.async arrived");
+        if (word.is_being_copied && word.write.epoch >= m.first_epoch)
+            fail_at_word(operation, i, "written before its cp.async arrived");
         check_order(operation, i, "written by ", word.write, now);
         check_order(operation, i, "written by ", word.read, now);
         word.write = now;
-        word.is_written = true, word.is_being_copied = is_copy;
+        word.is_being_copied = is_copy;
     }
 }
 // An access of the current thread.

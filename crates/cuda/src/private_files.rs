@@ -146,7 +146,7 @@ mod tests {
         let file = folder.path().join("file");
         fs::write(&file, b"bytes")?;
         let other = user() + 1;
-        // Only root can give a file away.
+        // Only root can change the owner of a file.
         if std::os::unix::fs::chown(&file, Some(other), None).is_err() {
             return Ok(());
         }

@@ -73,7 +73,7 @@ const LEAST_TILES: usize = 2;
 /// too few blocks for all multiprocessors.
 const ENOUGH_TILES: usize = 8;
 
-/// Checks that a device runs kernels: its kind, its compute capability, and that NVRTC is there.
+/// Checks that a device runs kernels: its kind, its compute capability, and that NVRTC and the driver work together.
 ///
 /// # Errors
 /// If it does not: the sentence says why.

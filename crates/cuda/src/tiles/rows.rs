@@ -1,5 +1,5 @@
-//! Programs that together have every row of the tables of tiles, for the tests on the emulator. A device takes the first
-//! row that fits, so that the tests of calls reach few of the others.
+//! Programs that together have every row of the tables of tiles, for the tests on the emulator. A device takes the
+//! first row that fits, so that the tests of calls reach few of the others.
 
 use super::{BackwardTile, DecodeTile, ForwardLength, ForwardTile, Width};
 use crate::element::Element;
@@ -28,8 +28,8 @@ pub(crate) fn programs_of_every_row() -> Vec<Program> {
     programs
 }
 
-/// Returns the programs of an element type and a class of head dimensions. The two types of 16 bits share the rows: each
-/// has every second one.
+/// Returns the programs of an element type and a class of head dimensions. The two types of 16 bits share the rows:
+/// each has every second one.
 fn programs_of_width(element: Element, width: Width) -> Vec<Program> {
     let mut programs = Vec::new();
     let widest = Specialization::plain(element, width.most(), width.most());

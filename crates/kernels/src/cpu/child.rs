@@ -3,7 +3,7 @@
 use std::process;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The process whose call first asked for threads; 0 before.
+/// The process of the first call that used threads; 0 before.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 
 /// Returns whether the threads that calls share belong to another process: this one is a child of it, made by `fork`.

@@ -19,7 +19,7 @@ fn call_is_complete() -> bool {
 
 /// Makes a call in a child process, and returns whether it was complete. A child that hangs ends by a signal.
 fn child_call_is_complete() -> bool {
-    // SAFETY: the child makes a call, which locks nothing that another thread may hold, and ends.
+    // SAFETY: the child makes a call, which takes no lock that another thread may have taken, and ends.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: these functions have no conditions.
