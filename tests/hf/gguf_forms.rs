@@ -1,6 +1,6 @@
 //! Other forms of latent and linear attention in GGUF files: the forms of older files, and quantised weights.
 
-use candle_attention::{DeltaLayout, gguf, hf};
+use candle_attention::{DeltaLayout, MultiHeadAttention, gguf, hf};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{Result, Tensor};
@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::CPU;
 use crate::common::gguf::File;
-use crate::common::{recorded, recorded_tensors, relative_error};
+use crate::common::{error_text, recorded, recorded_tensors, relative_error};
 
 const EXACT: f64 = 1e-6;
 
@@ -233,5 +233,33 @@ fn gguf_tensors_that_latent_or_linear_layers_cannot_use_are_named() -> Result<()
     biased.set("deepseek2.rope.dimension_count", Value::U32(288));
     let biased_error = gguf::hf_config(&biased.open()?.0).expect_err("no width without positions").to_string();
     assert!(biased_error.contains("keys are 288 wide, expected more than rope.dimension_count, 288"), "{biased_error}");
+    Ok(())
+}
+
+/// Checks the errors of one part of a model that is in several files, and of a type that Candle does not have.
+#[test]
+fn gguf_part_of_a_model_is_named_in_errors() -> Result<()> {
+    let mut file = File::llama()?;
+    file.set("split.no", Value::U16(1));
+    file.set("split.count", Value::U16(2));
+    file.take("blk.0.attn_k.weight")?;
+    let load = |of: &File| -> Result<MultiHeadAttention> {
+        let (content, mut reader) = of.open()?;
+        gguf::load_attention(&content, &mut reader, 0, &CPU)
+    };
+    let text = error_text(load(&file));
+    assert!(text.contains("attn_k.weight is missing") && text.contains("the file is part 2 of 2"), "{text}");
+    file.metadata.retain(|(key, _)| key.starts_with("split."));
+    let text_of_metadata = error_text(load(&file));
+    assert!(text_of_metadata.contains("the file is part 2 of 2"), "{text_of_metadata}");
+
+    let mut bytes = File::llama()?.bytes()?;
+    let name = b"blk.0.attn_q.weight";
+    let place = bytes.windows(name.len()).position(|window| window == name).expect("the name");
+    // After the name: the number of dimensions, two of them, the type.
+    let dtype = place + name.len() + 4 + 2 * 8;
+    bytes[dtype..dtype + 4].copy_from_slice(&39u32.to_le_bytes());
+    let text_of_type = error_text(gguf::read(&mut std::io::Cursor::new(bytes)));
+    assert!(text_of_type.contains("a tensor has type 39"), "{text_of_type}");
     Ok(())
 }

@@ -13,7 +13,7 @@ use candle_nn::var_builder::ShardedSafeTensors;
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::common::{assert_close, recorded};
+use crate::common::{assert_close, error_text, recorded};
 use crate::golden::{mask, tokens};
 use crate::{CPU, Model, Tensors};
 
@@ -101,12 +101,11 @@ fn save(tensors: &Tensors, header: bool, file: &Path) -> Result<()> {
 
 /// Returns a model of one layer of softmax attention, with the convolution of another layer next to it, so that a file
 /// without a header tells that MLX wrote it.
-fn next_to_a_convolution(name: &str) -> Result<Model> {
-    let mut model = Model::named(name);
+fn next_to_a_convolution(folder: &str) -> Result<Model> {
+    let mut model = Model::named(folder);
     let other = Model::open(&recorded("hf/linear_models/qwen3_next"));
-    let is_linear = |name: &str| name.contains("linear_attn.");
-    for (name, tensor) in other.weights.iter().filter(|(name, _)| is_linear(name)) {
-        let (_, rest) = name.split_once("linear_attn.").expect("a layer");
+    for (name, tensor) in &other.weights {
+        let Some((_, rest)) = name.split_once("linear_attn.") else { continue };
         model.weights.insert(format!("model.layers.1.linear_attn.{rest}"), tensor.clone());
     }
     Ok(model)
@@ -117,12 +116,6 @@ fn assert_golden(model: &Model, attention: &MultiHeadAttention, what: &str) -> R
     let ys = attention.forward_with(AttentionInput::new(&model.golden["layer0.in"]).with_mask(&mask))?;
     model.assert_close(&tokens(model, &ys)?, &tokens(model, &model.golden["layer0.out"])?, what);
     Ok(())
-}
-
-/// Returns the text of an error, without its backtrace.
-fn text<T>(result: Result<T>) -> String {
-    let Err(error) = result else { panic!("it was accepted") };
-    error.to_string().lines().next().unwrap_or_default().to_string()
 }
 
 #[test]
@@ -167,10 +160,10 @@ fn mlx_norms_without_linear_layers_in_the_file_match_transformers() -> Result<()
         let own = hf::attention_config(&model.config, 0)?;
         let layer = vb.pp("model.layers.0.self_attn");
         let refused = MultiHeadAttention::load(&own, WeightLayout::Canonical, layer.clone());
-        let text = text(refused);
+        let text = error_text(refused);
         assert!(text.contains("MLX converted this model") && text.contains("config.json"), "{text}");
-        let refused = rms_norm_plus_one(16, 1e-6, layer.pp("q_norm"));
-        assert!(self::text(refused).contains("MLX"));
+        let norm = rms_norm_plus_one(16, 1e-6, layer.pp("q_norm"));
+        assert!(error_text(norm).contains("MLX"));
     }
     Ok(())
 }
@@ -250,17 +243,16 @@ fn mlx_file_in_candles_builders_is_read_or_refused() -> Result<()> {
     let file = folder.path().join("model.safetensors");
     save(&tensors, true, &file)?;
     // SAFETY: nothing writes to the file while it is mapped.
-    let vb = unsafe { ShardedSafeTensors::var_builder(&[file], DType::F32, &CPU)? };
+    let sharded = unsafe { ShardedSafeTensors::var_builder(&[file], DType::F32, &CPU)? };
     let shard = HeadShard::new(0, 2)?;
-    let text = text(hf::load_attention_shard(&config, 0, shard, &vb));
+    let text = error_text(hf::load_attention_shard(&config, 0, shard, &sharded));
     assert!(text.contains("MLX converted this model"), "{text}");
     Ok(())
 }
 
-/// Checks conversions that are not undone: MLX multiplies Falcon H1's weights by the factors of its config, and splits
-/// a matrix of latent attention.
+/// Checks Falcon H1, whose weights MLX multiplies by the factors of its config.
 #[test]
-fn mlx_weights_that_are_changed_otherwise_are_errors_that_name_mlx() -> Result<()> {
+fn mlx_weights_times_factors_are_errors_that_name_mlx() -> Result<()> {
     let model = Model::named("llama");
     let mut tensors = model.weights.clone();
     tensors.insert("model.layers.0.mamba.A_log".into(), Tensor::ones(4, DType::F32, &CPU)?);
@@ -268,9 +260,29 @@ fn mlx_weights_that_are_changed_otherwise_are_errors_that_name_mlx() -> Result<(
     for form in Form::ALL {
         let folder = form.write(&model, &tensors)?;
         let vb = folder.open()?;
-        let text = text(hf::load_attention(&model.config, 0, vb));
+        let text = error_text(hf::load_attention(&model.config, 0, vb));
         assert!(text.contains("q_proj.weight: MLX multiplied it by the factors"), "{text}");
     }
+    Ok(())
+}
+
+/// Checks GPT-NeoX, for which mlx-lm has other names.
+#[test]
+fn mlx_names_that_are_not_known_are_errors_that_name_mlx() -> Result<()> {
+    let model = Model::named("gpt_neox");
+    let mut tensors = Tensors::new();
+    for (name, tensor) in &model.weights {
+        tensors.insert(name.replace("gpt_neox.layers.", "model.h."), tensor.clone());
+    }
+    let folder = Form { header: true, config: true, shards: false }.write(&model, &tensors)?;
+    let text = error_text(hf::load_attention(&model.config, 0, folder.open()?));
+    assert!(text.contains("no attention of layer 0") && text.contains("MLX converted this model"), "{text}");
+    Ok(())
+}
+
+/// Checks latent attention, whose matrix from latents to keys and values MLX splits.
+#[test]
+fn mlx_split_of_latent_attention_is_an_error_that_names_mlx() -> Result<()> {
     let model = Model::named("deepseek_v3");
     let mut tensors = model.weights.clone();
     let name = tensors.keys().find(|name| name.contains("layers.0") && name.contains("kv_b_proj")).cloned();
@@ -279,7 +291,7 @@ fn mlx_weights_that_are_changed_otherwise_are_errors_that_name_mlx() -> Result<(
     tensors.insert(name.replace("kv_b_proj", "embed_q"), whole);
     let folder = Form { header: true, config: true, shards: false }.write(&model, &tensors)?;
     let vb = folder.open()?;
-    let text = text(hf::load_latent_attention(&model.config, 0, vb));
+    let text = error_text(hf::load_latent_attention(&model.config, 0, vb));
     assert!(text.contains("kv_b_proj.weight is missing") && text.contains("MLX converted this model"), "{text}");
     Ok(())
 }

@@ -8,7 +8,7 @@ use candle_attention::{HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 
-use crate::common::{assert_close, sharded};
+use crate::common::{assert_close, error_text, sharded};
 use crate::{CPU, wave};
 
 const E: usize = 12;
@@ -37,11 +37,11 @@ fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, tensors: &Tensors)
     MultiHeadAttention::load(cfg, layout, VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU))
 }
 
-/// Returns the first line of an error.
-#[track_caller]
-fn text<T>(result: Result<T>) -> String {
-    let Err(error) = result else { panic!("it was accepted") };
-    error.to_string().lines().next().unwrap_or_default().to_string()
+/// Returns the sum of the outputs of three ranks.
+fn sum_of_shards(cfg: &MultiHeadAttentionConfig, tensors: &Tensors, xs: &Tensor) -> Result<Tensor> {
+    let vb = sharded(tensors)?;
+    let of = |rank| MultiHeadAttention::load_shard(cfg, packed(), HeadShard::new(rank, 3)?, &vb)?.forward(xs);
+    (of(0)? + of(1)?)? + of(2)?
 }
 
 /// Returns the bias of queries, keys and values with these factors.
@@ -77,10 +77,7 @@ fn masked_bias_is_the_bias_times_its_mask() -> Result<()> {
             let vb = weights::open(&file, DType::F32, &CPU)?;
             let inferred = Checkpoint::open(&file)?.infer_config("", packed(), Some(3))?;
             assert_close(&MultiHeadAttention::load(&inferred, packed(), vb)?.forward(&xs)?, &expected, 1e-5, &what);
-            let vb = sharded(&tensors)?;
-            let of = |rank| MultiHeadAttention::load_shard(&config(), packed(), HeadShard::new(rank, 3)?, &vb);
-            let sum = ((of(0)?.forward(&xs)? + of(1)?.forward(&xs)?)? + of(2)?.forward(&xs)?)?;
-            assert_close(&sum, &expected, 1e-5, &what);
+            assert_close(&sum_of_shards(&config(), &tensors, &xs)?, &expected, 1e-5, &what);
         }
     }
     Ok(())
@@ -93,7 +90,7 @@ fn masked_bias_that_is_trained_is_refused() -> Result<()> {
     let bias = Var::from_tensor(&tensors["qkv.bias"])?;
     tensors.insert("qkv.bias".into(), bias.as_tensor().clone());
     tensors.insert("qkv.bias_mask".into(), Tensor::ones(3 * E, DType::F32, &CPU)?);
-    let text = text(load(&config(), packed(), &tensors));
+    let text = error_text(load(&config(), packed(), &tensors));
     assert!(text.contains("qkv.bias_mask is in the file, and qkv.bias is a variable"), "{text}");
     Ok(())
 }
@@ -137,17 +134,14 @@ fn separate_biases_of_packed_weights_are_read_and_saved() -> Result<()> {
     }
     let canonical: Tensors = layer.state_dict(WeightLayout::Canonical)?.into_iter().collect();
     assert_close(&load(&cfg, WeightLayout::Canonical, &canonical)?.forward(&xs)?, &expected, 1e-5, "canonical");
-    let vb = sharded(&tensors)?;
-    let of = |rank| MultiHeadAttention::load_shard(&cfg, packed(), HeadShard::new(rank, 3)?, &vb);
-    let sum = ((of(0)?.forward(&xs)? + of(1)?.forward(&xs)?)? + of(2)?.forward(&xs)?)?;
-    assert_close(&sum, &expected, 1e-5, "shards");
+    assert_close(&sum_of_shards(&cfg, &tensors, &xs)?, &expected, 1e-5, "shards");
     Ok(())
 }
 
 #[test]
 fn separate_biases_that_the_config_does_not_describe_are_refused() -> Result<()> {
     let tensors = beit()?;
-    let text_of = |cfg: MultiHeadAttentionConfig, tensors: &Tensors| text(load(&cfg, packed(), tensors));
+    let text_of = |cfg: MultiHeadAttentionConfig, of: &Tensors| error_text(load(&cfg, packed(), of));
     let none = text_of(config().with_bias(false).with_out_bias(true), &tensors);
     assert!(none.contains("q_bias is in the file"), "{none}");
     let all = text_of(config(), &tensors);
@@ -188,12 +182,12 @@ fn separate_biases_of_four_projections_are_read() -> Result<()> {
         }
         let what = layout.to_string();
         assert_close(&load(&cfg, layout, &tensors)?.forward(&xs)?, &expected, 1e-5, &what);
-        let none = text(load(&cfg.clone().with_qkv_bias(false), layout, &tensors));
+        let none = error_text(load(&cfg.clone().with_qkv_bias(false), layout, &tensors));
         assert!(none.contains(&renamed[0].1) && none.contains("is in the file"), "{what}: {none}");
         // Two biases of one projection.
         let (name, other, bias) = &renamed[0];
         tensors.insert(name.clone(), bias.clone());
-        let twice = text(load(&cfg, layout, &tensors));
+        let twice = error_text(load(&cfg, layout, &tensors));
         assert!(twice.contains(other) && twice.contains("is in the file"), "{what}: {twice}");
     }
     Ok(())

@@ -247,12 +247,11 @@ fn quantized_weights_in_models_are_errors_that_name_the_method() -> Result<()> {
         let folder = tempfile::tempdir()?;
         let mut own: Value = serde_json::from_str(method.config).expect("a config");
         method.write(folder.path(), None)?;
-        let vb = weights::open(folder.path(), DType::F32, &CPU)?;
-        assert_names(hf::load_attention(&llama, 0, vb), method.by_names, method.name);
+        let open = || weights::open(folder.path(), DType::F32, &CPU);
+        assert_names(hf::load_attention(&llama, 0, open()?), method.by_names, method.name);
         own.as_object_mut().expect("an object").extend(llama.as_object().expect("an object").clone());
         method.write(folder.path(), Some(&own))?;
-        let vb = weights::open(folder.path(), DType::F32, &CPU)?;
-        assert_names(hf::load_attention(&own, 0, vb), method.by_config, method.name);
+        assert_names(hf::load_attention(&own, 0, open()?), method.by_config, method.name);
     }
     Ok(())
 }

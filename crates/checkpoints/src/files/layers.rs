@@ -13,7 +13,7 @@ use candle_attention_modules::base::{ConfigMethod, QuantizedWeight, SCALES, edit
 use candle_attention_modules::linear::Projection;
 
 /// The end of an error about a tensor of a file of MLX.
-pub(super) const OF_MLX: &str = "MLX converted this model, which renames, splits or transposes some weights";
+pub(crate) const OF_MLX: &str = "MLX converted this model, which renames, splits or transposes some weights";
 
 impl Checkpoint {
     /// Returns the prefixes below which there is an attention layer, numbers in their natural order. The root is "".

@@ -27,6 +27,7 @@ use mlx::Origin;
 use serde_json::{Value, json};
 use stored::Entry;
 
+pub(crate) use layers::OF_MLX;
 pub(crate) use stored::one_less;
 
 use candle_attention_modules::base::{SCALES, moved_names, root};

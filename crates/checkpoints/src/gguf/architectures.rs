@@ -5,6 +5,7 @@ use candle_core::{Result, bail};
 use serde_json::json;
 
 use super::decoders::{self, rope_by_kind};
+use super::file::of_part;
 use super::hybrid;
 use super::metadata::{Architecture, Fields, FullLayer, Metadata, shown};
 use super::refused::REFUSED;
@@ -183,7 +184,10 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
 /// If the file names no architecture, or one that is not known.
 pub(super) fn metadata_of(content: &Content) -> Result<Metadata<'_>> {
     let Some(found) = content.metadata.get("general.architecture") else {
-        bail!("[gguf] the metadata has no general.architecture, expected one of `gguf::architectures`")
+        bail!(
+            "[gguf] the metadata has no general.architecture, expected one of `gguf::architectures`{}",
+            of_part(content)
+        )
     };
     let Ok(name) = found.to_string() else { bail!("[gguf] general.architecture is {}, expected text", shown(found)) };
     if let Some(architecture) = ARCHITECTURES.iter().find(|architecture| architecture.name == name) {

@@ -11,6 +11,17 @@ use candle_attention_core::internal::ProjectionShape;
 use candle_attention_modules::base::{is_addressable, root};
 use candle_attention_modules::linear::{Outputs, PackedLinear, PackedProjection};
 
+/// Returns the end of an error about a file that is one part of several; "" for a whole file.
+pub(super) fn of_part(content: &Content) -> String {
+    let number = |key: &str| content.metadata.get(key).and_then(|value| value.to_u16().ok());
+    match (number("split.no"), number("split.count")) {
+        (Some(part), Some(count)) if count > 1 => {
+            format!("; the file is part {} of {count}, and has a part of the model", u32::from(part) + 1)
+        }
+        _ => String::new(),
+    }
+}
+
 /// An open GGUF file.
 pub(super) struct File<'a, R> {
     pub content: &'a Content,
@@ -57,7 +68,7 @@ impl<R: Read + Seek> File<'_, R> {
         match self.content.tensor_infos.get(&weight).map(|info| info.shape.dims()) {
             Some(&[outputs, inputs]) => self.weight(name, ProjectionShape { outputs, inputs }, has_bias),
             Some(found) => bail!("[gguf] {weight} has shape {found:?}, expected (out, in)"),
-            None => bail!("[gguf] {weight} is missing"),
+            None => bail!("[gguf] {weight} is missing{}", of_part(self.content)),
         }
     }
 
@@ -69,7 +80,7 @@ impl<R: Read + Seek> File<'_, R> {
     /// Reads a tensor of this shape.
     pub fn shaped(&mut self, name: &str, shape: &[usize]) -> Result<QTensor> {
         match self.content.tensor_infos.get(name) {
-            None => bail!("[gguf] {name} is missing, expected shape {shape:?}"),
+            None => bail!("[gguf] {name} is missing, expected shape {shape:?}{}", of_part(self.content)),
             Some(info) if info.shape.dims() != shape => {
                 bail!("[gguf] {name} has shape {:?}, expected {shape:?}", info.shape)
             }
@@ -236,6 +247,9 @@ fn header_error(error: &Error) -> Error {
         return Error::msg("[gguf] the file ends within its header, expected a whole GGUF file");
     }
     let text = error.to_string();
+    if let Some(number) = text.strip_prefix("unknown dtype for tensor ") {
+        return Error::msg(format!("[gguf] a tensor has type {number}, expected a type that Candle reads"));
+    }
     match text.strip_prefix("unknown magic ") {
         Some(magic) => Error::msg(format!("[gguf] the file begins with {magic}, expected GGUF's 0x46554747")),
         None => Error::msg(format!("[gguf] {text}")),

@@ -3,9 +3,10 @@
 use candle_core::{Error, Result, bail};
 use candle_nn::VarBuilder;
 
+use crate::files::OF_MLX;
 use candle_attention_core::WeightLayout;
 use candle_attention_core::internal::wrapper_prefixes;
-use candle_attention_modules::base::{QuantizedWeight, has};
+use candle_attention_modules::base::{Fact, QuantizedWeight, has};
 use candle_attention_modules::linear::Projection;
 
 pub(super) const LAYERS: &str = "num_hidden_layers";
@@ -89,6 +90,7 @@ pub(super) fn load_module<'a, T>(
         let hint = elsewhere(&candidates, vb);
         let hint = hint.unwrap_or_else(|| "is the builder at the model's root?".to_string());
         let looked = looked.join(", ");
+        let hint = if Fact::WrittenByMlx.is_known_of(vb) { format!("{hint}; {OF_MLX}") } else { hint };
         Error::msg(format!("[hf] no attention of layer {layer} in the checkpoint, looked for {looked}; {hint}"))
     })
 }

@@ -38,7 +38,7 @@ impl Fact {
         }
     }
 
-    /// Returns the tensor that [`has_integers`] asks about by this name; `None` for any other name.
+    /// Returns the tensor in the name of the fact that a tensor has integers; `None` for any other name.
     #[must_use]
     pub fn tensor_of_integers(name: &str) -> Option<&str> {
         name.strip_prefix(INTEGERS)

@@ -61,13 +61,13 @@ impl QuantizedWeight {
         let module = parameter.strip_suffix(".weight").unwrap_or(parameter);
         for Method { name, tensors } in METHODS {
             let beside: Vec<_> = tensors.iter().map(|tensor| format!("{module}.{tensor}")).collect();
-            if beside.iter().all(|name| has(name)) {
+            if beside.iter().all(|tensor| has(tensor)) {
                 return Some(Self { method: Some(name), beside, ..Self::default() });
             }
         }
         // Experts are parameters without a module.
         let beside = vec![format!("{parameter}_blocks"), format!("{parameter}_scales")];
-        if beside.iter().all(|name| has(name)) {
+        if beside.iter().all(|tensor| has(tensor)) {
             return Some(Self { method: Some("MXFP4"), beside, ..Self::default() });
         }
         None
