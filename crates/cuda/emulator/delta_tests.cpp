@@ -16,6 +16,7 @@ struct Case {
     bool has_betas = true, has_norm = true, has_initial_states = true, has_state_gradient = true;
     double largest_beta = 1, smallest_decay = -1, largest_decay = 0;
     bool clears_states = false;  // some factors are 0
+    bool mixes_decays = false;   // four of five decays are a hundredth
     bool has_large_head = false; // the factors of head 0 are too large for the kernels over chunks
     double scale = 0.7;
 };
@@ -188,6 +189,7 @@ struct Call {
         output_gradient.fill(entries, 1);
         for (size_t i = 0; i < decays.count; i++) {
             decays[i] = float(uniform(test.smallest_decay, test.largest_decay));
+            if (test.mixes_decays && uniform(0, 1) < 0.8) decays[i] *= 0.01f;
             if (test.clears_states && uniform(0, 1) < 0.1) decays[i] = -INFINITY;
             const size_t head = i / (decays.count / (entries * test.heads)) % test.heads;
             if (test.has_large_head && head == 0) decays[i] = float(uniform(2.6, 2.9));
@@ -322,8 +324,17 @@ static void check_results(const Call& call, const char* path) {
         }
 }
 
+// Returns numbers divided by the largest of others.
+static Numbers divided(const Numbers& numbers, const Numbers& by) {
+    double largest = 0;
+    for (double x : by) largest = std::max(largest, std::fabs(x));
+    Numbers result = numbers;
+    for (double& x : result) x /= largest > 0 ? largest : 1;
+    return result;
+}
+
 // Compares gradients (B, H, T, width), the expected ones as they are or, for one number of a token, summed over
-// columns.
+// columns. Both are divided by the largest expected one, which may be tiny.
 static void check_rows(const Call& call, const char* what, const Buffer<float>& found, int width,
                        const Numbers Head::* field) {
     for (int n = 0; n < call.sequences; n++)
@@ -339,7 +350,8 @@ static void check_rows(const Call& call, const char* what, const Buffer<float>& 
                     for (int d = c; d < columns; d += width) sum += numbers[t * columns + d];
                     expected.push_back(sum);
                 }
-            compare(name_of(call, "backward", n, h), what, own, expected, tolerance(1e-5, 4e-3, 8e-3));
+            compare(name_of(call, "backward", n, h), what, divided(own, expected), divided(expected, expected),
+                    tolerance(1e-5, 4e-3, 8e-3));
         }
 }
 
@@ -373,9 +385,10 @@ static void check_gradients(Call& call, DeltaArguments arguments) {
     if (test.decay != Decay::None) check_rows(call, "the gradient of decays", ddecay, decays, &Head::ddecay);
     if (test.has_betas) check_rows(call, "the gradient of betas", dbeta, 1, &Head::dbeta);
     for (int i = 0; i < call.sequences * test.heads; i++) {
-        const float* own = &dinitial[(i64)i * KEY_WIDTH * VALUE_WIDTH];
+        const float* first = &dinitial[(i64)i * KEY_WIDTH * VALUE_WIDTH];
+        const Numbers own(first, first + KEY_WIDTH * VALUE_WIDTH), expected = call.heads[i].dinitial;
         compare(name_of(call, "backward", i / test.heads, i % test.heads), "the gradient of initial states",
-                Numbers(own, own + KEY_WIDTH * VALUE_WIDTH), call.heads[i].dinitial, tolerance(1e-5, 4e-3, 8e-3));
+                divided(own, expected), divided(expected, expected), tolerance(1e-5, 4e-3, 8e-3));
     }
 }
 
@@ -434,6 +447,13 @@ int main(int count, char** names) {
          .decay = Decay::Channels,
          .has_betas = false,
          .has_large_head = ELEMENT != 0},
+        {.name = "strong decays", .lengths = {CHUNK + 5}, .smallest_decay = -22, .largest_decay = -16},
+        {.name = "very strong decays of channels",
+         .lengths = {CHUNK + 5},
+         .decay = Decay::Channels,
+         .smallest_decay = -85,
+         .largest_decay = -60},
+        {.name = "strong decays among weak ones", .lengths = {2 * CHUNK}, .smallest_decay = -80, .mixes_decays = true},
     };
     for (const Case& test : all) {
         if (count < 2 || std::string(test.name).find(names[1]) != std::string::npos) run(test);

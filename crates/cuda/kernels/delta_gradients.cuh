@@ -8,8 +8,10 @@
 //     reading queries   dO transposed S                    reading keys       -Y transposed S
 //     writing keys      U transposed dS'
 //
-// Factors act on queries and keys alone, so that the gradient of a logarithm is the sum over the token and all tokens
-// after it of `q * dq` and `k * dk` of reading rows, less `k * dk` of writing rows.
+// The gradient of the logarithm of a factor is the sum, over all products of what was stored before the token and what
+// the token or a later one reads, of the product times its gradient. Each such term has the factor itself, and is as
+// small as the gradient. No sums of other terms are subtracted from each other: their rounding errors would exceed the
+// gradient where factors are small.
 //
 // Grid: (chunks, H). Threads: GRADIENT_WARPS * 32. Shared memory: GRADIENT_SHARED bytes.
 #pragma once
@@ -153,71 +155,50 @@ DEVICE float product_gradient(u32 products, int i, int j) {
     return load_shared<float>(products + i * CHUNK_PITCH + j * 4);
 }
 
-// Computes for a column the gradients of queries and of keys as reading rows, in the place of the gradients of reading
-// rows. Returns the product of all factors.
-DEVICE float differentiate_reading(int column) {
-    const u32 keys = GRADIENT_KEYS + column * 4, factors = GRADIENT_FACTORS + column * 4;
-    float decayed = 1;
-    for (int i = 0; i < CHUNK; i++) {
-        decayed *= load_shared<float>(factors + i * KEY_PITCH);
-        const u32 at = i * GRADIENT_PITCH + column * 4;
-        float query_gradient = decayed * load_shared<float>(GRADIENT_OF_QUERIES + at);
-        float key_gradient = decayed * load_shared<float>(GRADIENT_OF_KEYS + at);
-        query_gradient += product_gradient(GRADIENT_OF_QUERY_PRODUCTS, i, i) * load_shared<float>(keys + i * KEY_PITCH);
-        float between = 1;
-        for (int j = i - 1; j >= 0; j--) {
-            between *= load_shared<float>(factors + (j + 1) * KEY_PITCH);
-            const float key = between * load_shared<float>(keys + j * KEY_PITCH);
-            query_gradient += key * product_gradient(GRADIENT_OF_QUERY_PRODUCTS, i, j);
-            key_gradient += key * product_gradient(GRADIENT_OF_KEY_PRODUCTS, i, j);
-        }
-        store_shared(GRADIENT_OF_QUERIES + at, query_gradient);
-        store_shared(GRADIENT_OF_KEYS + at, key_gradient);
-    }
-    return decayed;
+// Returns the product of the factors of all tokens, at a column.
+DEVICE float product_of_factors(u32 factors) {
+    float product = 1;
+    for (int i = 0; i < CHUNK; i++) product *= load_shared<float>(factors + i * KEY_PITCH);
+    return product;
 }
 
-// Computes for a column the gradients of keys as writing rows, in the place of the gradients of writing rows. Returns
-// the sum of the products of writing rows and their gradients.
-DEVICE float differentiate_writing(int column) {
-    const u32 queries = GRADIENT_QUERIES + column * 4, keys = GRADIENT_KEYS + column * 4;
-    const u32 factors = GRADIENT_FACTORS + column * 4;
-    float to_end = 1, ends = 0;
-    for (int j = CHUNK - 1; j >= 0; j--) {
-        const u32 at = GRADIENT_OF_WRITING + j * GRADIENT_PITCH + column * 4;
-        float gradient = to_end * load_shared<float>(at);
-        ends += gradient * load_shared<float>(keys + j * KEY_PITCH);
-        gradient += product_gradient(GRADIENT_OF_QUERY_PRODUCTS, j, j) * load_shared<float>(queries + j * KEY_PITCH);
-        float between = 1;
-        for (int i = j + 1; i < CHUNK; i++) {
-            between *= load_shared<float>(factors + i * KEY_PITCH);
-            const float by_query =
-                product_gradient(GRADIENT_OF_QUERY_PRODUCTS, i, j) * load_shared<float>(queries + i * KEY_PITCH);
-            const float by_key =
-                product_gradient(GRADIENT_OF_KEY_PRODUCTS, i, j) * load_shared<float>(keys + i * KEY_PITCH);
-            gradient += between * (by_query + by_key);
-        }
-        store_shared(at, gradient);
-        to_end *= load_shared<float>(factors + j * KEY_PITCH);
-    }
-    return ends;
-}
-
-// Computes a column of the gradients of queries, keys and logarithms of factors. The gradients of the logarithms take
-// the place of the factors.
+// Computes a column of the gradients of queries, keys and logarithms of factors, from the last token to the first. The
+// gradients of queries and keys replace the gradients of reading rows, and the gradients of the logarithms replace
+// the factors. The gradients of writing rows become the gradients of the keys that write, by what token i and all
+// tokens after it read.
 DEVICE void differentiate_rows(int column) {
-    const float kept = differentiate_reading(column);
-    float later = kept * load_shared<float>(GRADIENT_ENDS + column * 4);
-    later += differentiate_writing(column);
+    const u32 queries = GRADIENT_QUERIES + column * 4, keys = GRADIENT_KEYS + column * 4;
+    const u32 factors = GRADIENT_FACTORS + column * 4, writing = GRADIENT_OF_WRITING + column * 4;
+    // The terms of the state before the chunk in the gradient of the logarithm of token i.
+    float of_state = product_of_factors(factors) * load_shared<float>(GRADIENT_ENDS + column * 4);
     for (int i = CHUNK - 1; i >= 0; i--) {
-        const u32 row = i * KEY_PITCH + column * 4, at = i * GRADIENT_PITCH + column * 4;
-        const float reading = load_shared<float>(GRADIENT_OF_KEYS + at),
-                    writing = load_shared<float>(GRADIENT_OF_WRITING + at);
-        later += load_shared<float>(GRADIENT_QUERIES + row) * load_shared<float>(GRADIENT_OF_QUERIES + at);
-        later += load_shared<float>(GRADIENT_KEYS + row) * (reading - writing);
-        store_shared(GRADIENT_OF_KEYS + at, reading + writing);
+        const u32 row = i * KEY_PITCH, at = i * GRADIENT_PITCH + column * 4;
+        const float query = load_shared<float>(queries + row), key = load_shared<float>(keys + row);
+        const float factor = load_shared<float>(factors + row);
+        float query_gradient = 0, reading_gradient = 0, decay_gradient = 0;
+        float between = 1; // the product of the factors of the tokens after j and before i
+        for (int j = i - 1; j >= 0; j--) {
+            const float earlier_key = between * load_shared<float>(keys + j * KEY_PITCH);
+            const float by_query = product_gradient(GRADIENT_OF_QUERY_PRODUCTS, i, j);
+            const float by_key = product_gradient(GRADIENT_OF_KEY_PRODUCTS, i, j);
+            query_gradient += earlier_key * by_query;
+            reading_gradient += earlier_key * by_key;
+            const float later_reads = load_shared<float>(writing + j * GRADIENT_PITCH);
+            const float written = factor * (later_reads + key * by_key + query * by_query);
+            store_shared(writing + j * GRADIENT_PITCH, written);
+            decay_gradient += earlier_key * written;
+            between *= load_shared<float>(factors + j * KEY_PITCH);
+        }
+        const float of_reading_query = between * load_shared<float>(GRADIENT_OF_QUERIES + at);
+        const float of_reading_key = between * load_shared<float>(GRADIENT_OF_KEYS + at);
+        of_state += factor * (query * of_reading_query + key * of_reading_key);
+        decay_gradient += of_state;
+        const float own = product_gradient(GRADIENT_OF_QUERY_PRODUCTS, i, i);
+        const float writing_gradient = load_shared<float>(writing + i * GRADIENT_PITCH) + own * query;
+        store_shared(GRADIENT_OF_QUERIES + at, factor * (query_gradient + of_reading_query) + own * key);
+        store_shared(GRADIENT_OF_KEYS + at, factor * (reading_gradient + of_reading_key) + writing_gradient);
         // The logarithm of a factor of 0 has no gradient.
-        store_shared(GRADIENT_FACTORS + row, load_shared<float>(GRADIENT_FACTORS + row) > 0 ? later : 0.0f);
+        store_shared(factors + row, factor > 0 ? decay_gradient : 0.0f);
     }
 }
 

@@ -1,7 +1,8 @@
 // Products of matrices of f32 by the tensor cores, for tensors of any element type.
 //
 // A number of f32 is the sum of two numbers of TF32 up to 2^-22 of it. With elements of f32 a product is the sum of
-// three products of TF32, and with elements of 16 bits, which TF32 represents exactly, it is one.
+// three products of TF32. With elements of 16 bits it is one: TF32 represents the elements exactly, and rounds states,
+// errors and rows after the norm and the decay to 2^-11 of them, as rounding the output to f16 does.
 //
 // An operand is a fragment of 16 x 16 numbers. The depth of a product of TF32 is permuted: its column t holds column
 // 2t, and its column t + 4 holds column 2t + 1, so that sums are left operands as they are.

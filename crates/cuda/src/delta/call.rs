@@ -25,9 +25,10 @@ const SCALES_WITH_NORM: std::ops::RangeInclusive<f64> = 1e-15..=1e15;
 /// output = Sᵀ (scale q)
 /// ```
 ///
-/// All is computed in f32, with the same bits in each run. H is the number of states. Heads of q, k and v may be fewer:
-/// any numbers that divide H. Head h of H reads head `h / (H / n)` of an input with n heads. Any decay is allowed. The
-/// last dimension of all tensors is contiguous.
+/// States and sums are f32, with the same bits in each run. The kernels over chunks multiply elements of f32 as three
+/// products of TF32, up to 2^-22 of them, and with elements of 16 bits all numbers as one, which rounds states to
+/// 2^-11. H is the number of states. Heads of q, k and v may be fewer: any numbers that divide H. Head h of H reads
+/// head `h / (H / n)` of an input with n heads. Any decay is allowed. The last dimension of all tensors is contiguous.
 #[derive(Debug, Clone)]
 pub struct DeltaCall {
     /// (B, H_q, T, D_k), f32, bf16 or f16.

@@ -56,7 +56,9 @@ use cuda::CudaCall;
 /// Returns the outputs o, (B, H, T, D_v) in q's dtype, and the state after the last token, (B, H_s, D_k, D_v), in f32,
 /// or f64 where q is; everything is computed in that dtype. Gradients reach all inputs. For f32, bf16 and f16, fused
 /// kernels run on the CPU and, for D_k and D_v up to 256, on CUDA. Their output is a view of a contiguous (B, T, H,
-/// D_v).
+/// D_v). On CUDA, backward passes in bf16 and f16, and calls of more than 8 tokens, multiply in TF32 and sum in f32: a
+/// state is off by up to 7e-4 of its largest number, and a gradient by 1.4e-3. Calls in f32 are as accurate as on the
+/// CPU.
 ///
 /// ```
 /// use candle_attention::{DeltaOptions, gated_delta_rule};

@@ -31,7 +31,7 @@ struct ProductGradients {
 }
 
 impl ProductGradients {
-    /// Copies the gradients of key products, and those of query products after them.
+    /// Copies the gradients of key products and of query products, which are the rows after them.
     ///
     /// # Safety
     /// The matrix has 2 · CHUNK rows and CHUNK columns.
