@@ -440,8 +440,8 @@ fn lora_saved_head_is_read_by_its_name_or_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// Checks matrices of an embedding, which the builder of merged weights adds, also to an embedding of more rows than the
-/// model's, which is stored whole.
+/// Checks matrices of an embedding, which the builder of merged weights adds, also to an embedding of more rows than
+/// the model's, which is stored whole.
 #[test]
 fn lora_merged_builder_adds_matrices_of_an_embedding() -> Result<()> {
     let rows = drawn(1, &[6, E], 1.0)?.to_dtype(DType::F32)?;

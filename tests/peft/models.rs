@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 
 use candle_attention::peft::{Adapter, AdapterConfig};
-use candle_attention::{ContentPositions, MultiHeadAttention, hf};
+use candle_attention::{ContentPositions, MultiHeadAttention, hf, variables_without_gradient};
 use candle_core::{DType, Result, Tensor};
-use candle_nn::VarBuilder;
+use candle_nn::{VarBuilder, VarMap};
 use serde_json::json;
 
 use crate::common::{Model, assert_near, listed, recorded, relative_error};
@@ -64,6 +64,7 @@ fn input(layer: &MultiHeadAttention) -> Result<Tensor> {
 #[test]
 fn lora_on_all_linear_layers_of_each_model_matches_merged_weights() -> Result<()> {
     let mut compared = 0;
+    let mut compared_latent = 0;
     for (seed, folder) in listed(recorded("hf/models")).into_iter().enumerate() {
         let model = Model::open(&folder);
         let drawn_model = Drawn::new(&model, seed as u64, 1.5)?;
@@ -91,14 +92,24 @@ fn lora_on_all_linear_layers_of_each_model_matches_merged_weights() -> Result<()
             assert!(relative_error(&base, &ys) > 1e-3, "{what}");
             compared += 1;
         }
+        let latent = |vb: VarBuilder| hf::load_latent_attention(&model.config, 0, vb);
+        if let (0, Ok(expected)) = (layer, latent(builder(&drawn_model.merged))) {
+            let found = latent(adapter.merged_builder(builder(&model.weights)))?;
+            let width = model.config["hidden_size"].as_u64().expect("a width") as usize;
+            let xs = drawn(5, &[1, 5, width], 1.0)?.to_dtype(DType::F32)?;
+            assert_near(&found.forward(&xs)?, &expected.forward(&xs)?, 2e-5, &model.name);
+            adapter.check_all_used()?;
+            compared_latent += 1;
+        }
     }
-    assert!(compared > 110, "{compared}");
+    assert!(compared > 110 && compared_latent > 3, "{compared} and {compared_latent}");
     Ok(())
 }
 
-/// Checks dropout before the projection of positions, which a model computes in training alone.
+/// Checks dropout before the projection of positions, which a model computes in training alone, and new variables for
+/// the projection in another dtype.
 #[test]
-fn lora_dropout_before_projections_of_positions_happens_in_training_alone() -> Result<()> {
+fn lora_on_projections_of_positions_has_gradients_and_dropout_in_training_alone() -> Result<()> {
     for (name, targets) in [
         ("deberta_v2_distances", ["pos_key_proj", "pos_query_proj"].as_slice()),
         ("wav2vec2_conformer", &["linear_pos"]),
@@ -108,8 +119,13 @@ fn lora_dropout_before_projections_of_positions_happens_in_training_alone() -> R
         let mut file = Drawn::new(&model, 3, 2.0)?.file;
         file.retain(|tensor, _| targets.iter().any(|target| tensor.contains(&format!(".{target}."))));
         let config = AdapterConfig::new(2, 4.0, targets.iter().copied())?.with_dropout(0.5)?;
-        let adapter = Adapter::from_builder(config, VarBuilder::from_tensors(file, DType::F32, &CPU));
         let vb = VarBuilder::from_tensors(model.weights.clone(), DType::F32, &CPU);
+        let vars = VarMap::new();
+        let new = Adapter::new(config.clone(), &vars, DType::F64, &CPU).load_attention(&model.config, 0, vb.clone())?;
+        assert_eq!(vars.all_vars().len(), 2 * targets.len(), "{name}");
+        let gradients = new.forward(&input(&new)?)?.sqr()?.sum_all()?.backward()?;
+        assert!(variables_without_gradient(&gradients, &vars).is_empty(), "{name}");
+        let adapter = Adapter::from_builder(config, VarBuilder::from_tensors(file, DType::F32, &CPU));
         let layer = adapter.load_attention(&model.config, 0, vb)?;
         let xs = input(&layer)?;
         let train = || layer.forward_with(crate::in_training(&xs));
