@@ -198,9 +198,9 @@ impl Steps {
             )
         }
         let path = format!("{}/config.json", text(&modules[1], "path"));
-        let json = read_json(&folder.join(&path))?;
-        let pooling = pooling(&path, &json)?;
-        let includes_prompt = match &json["include_prompt"] {
+        let settings = read_json(&folder.join(&path))?;
+        let pooling = pooling(&path, &settings)?;
+        let includes_prompt = match &settings["include_prompt"] {
             Value::Null => true,
             Value::Bool(flag) => *flag,
             other => bail!("[{EXAMPLE}] include_prompt of {path} is {other}, expected true or false"),

@@ -6,6 +6,9 @@ use std::sync::Mutex;
 
 use crate::*;
 
+#[path = "warnings/loading.rs"]
+mod loading;
+
 /// The environment variable that names the misuse that a subprocess tries.
 const MISUSE: &str = "CACHE_TEST_MISUSE";
 
@@ -33,7 +36,7 @@ fn warnings() -> Vec<String> {
 }
 
 /// Checks that the uses before this call were not warned about.
-fn assert_silent(uses: &str) {
+pub(crate) fn assert_silent(uses: &str) {
     assert!(warnings().is_empty(), "{uses}: {:?}", warnings());
 }
 
@@ -264,7 +267,7 @@ fn other_factor_of_yarn() -> Result<()> {
 /// misuse.
 type Misuse = (&'static str, &'static str, fn() -> Result<()>);
 
-const MISUSES: [Misuse; 12] = [
+const MISUSES: [Misuse; 18] = [
     ("not causal", "a layer that is not causal continues a cache", || {
         not_causal(|causal| LayerKind::MultiHead(Config::new(8, 2).with_causal(causal)))
     }),
@@ -282,6 +285,14 @@ const MISUSES: [Misuse; 12] = [
     ("positions that go back", "positions", positions_that_go_back),
     ("axis positions that go back", "positions", axis_positions_that_go_back),
     ("causal offset", "offset", causal_offset_other_than_the_cache),
+    ("inverted attention mask", "row 1 of the attention mask is all zeros", loading::inverted_attention_mask),
+    ("length above the keys", "the mask has a length of 9, and there are 6 keys", loading::length_above_the_keys),
+    ("layout of Meta", "the layout meta is loaded with `RopeStyle::RotateHalf`", || {
+        loading::halves(WeightLayout::Meta)
+    }),
+    ("layout of torchtune", "expected `RopeStyle::Interleaved`", || loading::halves(WeightLayout::Torchtune)),
+    ("config without sizes", "the config has no sizes", loading::config_without_sizes),
+    ("optimizer before the adapter", "unchanged after 64 calls of training", loading::optimizer_before_the_adapter),
 ];
 
 /// Runs one misuse in a subprocess of `misuse_is_logged_once`, where nothing else has logged a warning.

@@ -11,6 +11,12 @@ use crate::*;
 pub const SUBJECTS: &[(&str, Subject)] = &[
     ("config", |_, call| call.whole::<Config>()?.validate().map(accepted)),
     ("config in JSON", |line, _| serde_json::from_str::<Config>(line).map(accepted).map_err(Error::wrap)),
+    ("latent config in JSON", |line, _| {
+        serde_json::from_str::<MultiHeadLatentAttentionConfig>(line).map(accepted).map_err(Error::wrap)
+    }),
+    ("delta config in JSON", |line, _| {
+        serde_json::from_str::<GatedDeltaNetConfig>(line).map(accepted).map_err(Error::wrap)
+    }),
     ("layer", layer),
     ("layer calls", |line, _| named(CALLS, line)),
 ];

@@ -3,9 +3,9 @@
 use candle_attention_cuda::Activation;
 use candle_core::{Result, Tensor};
 use candle_nn::ops;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::base::accumulation_dtype;
+use crate::base::{accumulation_dtype, variant};
 use crate::cuda_gate::CudaGate;
 
 /// The activation of a gate's projection.
@@ -118,11 +118,29 @@ pub enum GateLayout {
 #[serde(deny_unknown_fields)]
 pub struct OutputGate {
     /// The activation of the gate's projection.
+    #[serde(deserialize_with = "activation")]
     pub activation: GateActivation,
     /// Whether the gate has an entry for each entry of the output or for each head.
+    #[serde(deserialize_with = "scope")]
     pub scope: GateScope,
     /// How a checkpoint stores the gate's projection.
+    #[serde(deserialize_with = "layout")]
     pub layout: GateLayout,
+}
+
+/// Reads the option `activation`.
+fn activation<'de, D: Deserializer<'de>>(value: D) -> std::result::Result<GateActivation, D::Error> {
+    variant(value, "activation")
+}
+
+/// Reads the option `scope`.
+fn scope<'de, D: Deserializer<'de>>(value: D) -> std::result::Result<GateScope, D::Error> {
+    variant(value, "scope")
+}
+
+/// Reads the option `layout`.
+fn layout<'de, D: Deserializer<'de>>(value: D) -> std::result::Result<GateLayout, D::Error> {
+    variant(value, "layout")
 }
 
 impl OutputGate {

@@ -194,6 +194,12 @@ fn matrix(tensors: &impl TensorSource, weight: &LayoutTensor) -> Result<Matrix> 
 /// of the output projection, H · D, tells the number of query rows.
 fn packed(weight: Matrix, name: &str, out_name: &str, out: Option<Matrix>, num_heads: Option<usize>) -> Result<Inputs> {
     let Matrix { rows, columns } = weight;
+    if name == "c_attn" && columns == rows.saturating_mul(3) && rows > 0 {
+        bail!(
+            "[weights] {name} has {rows} outputs and {columns} inputs, expected three times as many outputs as inputs: \
+             GPT-2's file has the layout `conv1d`, nanoGPT's `packed:c_attn`"
+        )
+    }
     let queries = match out {
         Some(out) => out.columns,
         None if num_heads == Some(1) => divide(name, rows, 3)?,

@@ -7,7 +7,7 @@ use candle_attention_delta::GatedDeltaNetConfig;
 use candle_attention_modules::base::did_you_mean;
 use candle_attention_modules::norm::QkNorm;
 use candle_core::{Result, bail};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::columns::Number;
 use super::families::{Bias, Family, Heads, Mask, Scale, Sizes, families};
@@ -183,8 +183,11 @@ impl<'a> Entry<'a> {
     }
 
     fn fields(&self, layer: usize) -> Result<Fields<'a>> {
-        let Family { model_type, size_names, default_sizes, usual_names, .. } = self.family;
+        let Family { model_type, size_names, default_sizes, usual_names, has_default_sizes, .. } = self.family;
         let Some(object) = self.json.as_object() else { bail!("[hf] the config is {}, expected an object", self.json) };
+        if has_default_sizes {
+            warn_of_defaults(model_type, object);
+        }
         let mut aliases = self.family.aliases.to_vec();
         if usual_names {
             aliases.extend(size_names.aliases());
@@ -387,6 +390,22 @@ impl<'a> Entry<'a> {
         }
         let layer = fields.layer;
         fields.fail(format!("{SHARED} is {shared}, but no layer of the kind of layer {layer} comes before these"))
+    }
+}
+
+/// Logs a warning, once in a process, for a config that has no field of a model but its type: all sizes are the
+/// defaults of transformers, which the files of few models have.
+fn warn_of_defaults(model_type: &str, object: &Map<String, Value>) {
+    const NOTES: [&str; 7] =
+        ["model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "auto_map"];
+    static LOGGED: Once = Once::new();
+    if object.keys().all(|key| NOTES.contains(&key.as_str())) {
+        LOGGED.call_once(|| {
+            log::warn!(
+                "[hf] {model_type}: the config has no sizes, and all of them are the defaults of transformers; expected \
+                 the config.json of a checkpoint"
+            );
+        });
     }
 }
 

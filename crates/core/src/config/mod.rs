@@ -5,6 +5,8 @@ mod projections;
 mod stored;
 mod validate;
 
+pub(crate) use stored::SYNONYMS;
+
 use serde::{Deserialize, Serialize};
 
 use crate::position::{AlibiConfig, AttentionTemperature, ContentPositions, RelativeBiasConfig, RopeConfig};
@@ -46,7 +48,8 @@ const OP: &str = "multi_head_attention";
 /// # Ok(()) }
 /// ```
 ///
-/// An unknown name is an error that says which option has the nearest one.
+/// An unknown name is an error that says which option is meant: the one with the nearest name, or the one that has
+/// this name in PyTorch, transformers or other libraries.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(remote = "Self", deny_unknown_fields)]
 #[must_use]
@@ -92,12 +95,14 @@ pub struct MultiHeadAttentionConfig {
     norm_after_rope: bool,
     value_norm: Option<f64>,
     attention_temperature: Option<AttentionTemperature>,
+    #[serde(default, deserialize_with = "stored::alibi")]
     alibi: Option<AlibiConfig>,
     relative_bias: Option<RelativeBiasConfig>,
+    #[serde(default, deserialize_with = "stored::content_positions")]
     content_positions: Option<ContentPositions>,
     output_gate: Option<OutputGate>,
     output_norm: Option<OutputNorm>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "stored::kv_sharing")]
     kv_sharing: KvSharing,
     #[serde(default)]
     dropout: f64,

@@ -1,10 +1,93 @@
-//! The deserialisation of a config, with an error that says which option has the name nearest to an unknown one.
+//! The deserialisation of a config, with errors that say which option is meant by an unknown name, and which values an
+//! option may have.
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::MultiHeadAttentionConfig;
-use candle_attention_modules::base::{edits, nearest};
+use super::{KvSharing, MultiHeadAttentionConfig};
+use crate::position::{AlibiConfig, ContentPositions};
+use candle_attention_modules::base::{Synonym, optional_variant, unknown_field, variant};
+
+/// The names that PyTorch, transformers, JAX, other libraries and earlier versions have for the options of a layer.
+pub(crate) const SYNONYMS: &[Synonym] = &[
+    Synonym::of(
+        "num_heads",
+        &["num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_q_heads"],
+        "`num_heads`",
+    ),
+    Synonym::of(
+        "num_kv_heads",
+        &[
+            "num_key_value_heads",
+            "kv_heads",
+            "num_heads_kv",
+            "n_kv_heads",
+            "n_kv_head",
+            "n_head_kv",
+            "num_kv",
+            "num_query_groups",
+            "num_kv_groups",
+            "multi_query_group_num",
+            "num_key_heads",
+            "kv_n_heads",
+        ],
+        "`num_kv_heads`",
+    ),
+    Synonym::of(
+        "embed_dim",
+        &["hidden_size", "d_model", "dim", "n_embd", "emb_dim", "d_in", "embedding_dim", "model_dim", "qkv_features"],
+        "`embed_dim`",
+    ),
+    Synonym::of(
+        "head_dim",
+        &["dim_head", "d_head", "head_size", "d_kv", "d_k", "key_dim", "qk_head_dim"],
+        "`head_dim`",
+    ),
+    Synonym::of("value_head_dim", &["v_head_dim", "value_dim", "d_v"], "`value_head_dim`"),
+    Synonym::of("out_dim", &["d_out", "output_dim", "out_features", "output_shape"], "`out_dim`"),
+    Synonym::of("kdim", &["key_size", "cross_attention_dim", "encoder_hidden_size"], "`kdim`"),
+    Synonym::of("vdim", &["value_size"], "`vdim`"),
+    Synonym::of("q_bias", &["bias", "use_bias"], "`q_bias`, `k_bias`, `v_bias` and `out_bias`"),
+    Synonym::of("q_bias", &["qkv_bias", "attention_bias", "use_qkv_bias"], "`q_bias`, `k_bias` and `v_bias`"),
+    Synonym::of("out_bias", &["o_bias", "proj_bias", "out_proj_bias", "dense_bias"], "`out_bias`"),
+    Synonym::of("bias_kv", &["add_bias_kv"], "`bias_kv`"),
+    Synonym::of("num_mem_kv", &["mem_kv", "memory_kv"], "`num_mem_kv`"),
+    Synonym::of("causal", &["is_causal", "use_causal_mask", "is_decoder"], "`causal`"),
+    Synonym::of(
+        "context_length",
+        &["max_position_embeddings", "max_seq_len", "max_seq_length", "block_size", "n_positions", "n_ctx"],
+        "`context_length`",
+    ),
+    Synonym::of("window", &["sliding_window", "window_size", "attention_window", "local_attention"], "`window`"),
+    Synonym::of("local_window", &["band", "local_window_size"], "`local_window`, as {\"left\": .., \"right\": ..}"),
+    Synonym::of("chunk", &["attention_chunk_size", "chunk_size"], "`chunk`"),
+    Synonym::of("clip_qkv", &["qkv_clip", "clip"], "`clip_qkv`"),
+    Synonym::of("softcap", &["attn_logit_softcapping", "logit_softcap", "logits_soft_cap", "soft_cap"], "`softcap`"),
+    Synonym::of("scale", &["softmax_scale", "scaling", "attention_multiplier", "sm_scale"], "`scale`"),
+    Synonym::of("scale", &["query_pre_attn_scalar"], "`scale`, one over its square root"),
+    Synonym::of("sinks", &["attention_sinks", "attn_sinks", "use_sinks", "sink"], "`sinks`"),
+    Synonym::of("qk_norm", &["qk_layernorm", "use_qk_norm", "q_norm", "k_norm", "normalize_qk"], "`qk_norm`"),
+    Synonym::of("rope", &["rope_theta", "rotary_emb_base", "rope_base", "rope_freq_base"], "`rope`, as {\"base\": ..}"),
+    Synonym::of("rope", &["rope_scaling", "rope_parameters"], "`scaling` of `rope`"),
+    Synonym::of("rope", &["rotary_dim", "partial_rotary_factor", "rotary_pct"], "`rotary_dim` of `rope`"),
+    Synonym::of("rope", &["rotary", "rotary_emb", "rope_config"], "`rope`"),
+    Synonym::of("attention_temperature", &["query_scaling", "attn_temperature_tuning"], "`attention_temperature`"),
+    Synonym::of("alibi", &["use_alibi", "alibi_slopes"], "`alibi`"),
+    Synonym::of("relative_bias", &["distance_bias", "relative_attention_bias"], "`relative_bias`"),
+    Synonym::of("output_gate", &["gate", "attn_output_gate"], "`output_gate`"),
+    Synonym::of("output_norm", &["context_norm", "attn_sub_norm"], "`output_norm`"),
+    Synonym::of("kv_sharing", &["kv_source", "attention_k_eq_v"], "`kv_sharing`"),
+    Synonym::of(
+        "dropout",
+        &["attention_dropout", "attn_pdrop", "dropout_p", "dropout_rate", "attn_dropout"],
+        "`dropout`",
+    ),
+    // Parts of the config, and the config of latent attention.
+    Synonym::of("base", &["theta", "rope_theta"], "`base`"),
+    Synonym::of("layout", &["place"], "`layout`"),
+    Synonym::of("rope_head_dim", &["qk_rope_head_dim"], "`rope_head_dim`"),
+    Synonym::of("nope_head_dim", &["qk_nope_head_dim"], "`nope_head_dim`"),
+];
 
 // The derived functions are `MultiHeadAttentionConfig::serialize` and `deserialize`, because of `remote = "Self"`.
 
@@ -16,27 +99,26 @@ impl Serialize for MultiHeadAttentionConfig {
 
 impl<'de> Deserialize<'de> for MultiHeadAttentionConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Self::deserialize(deserializer).map_err(|error| match with_nearest(&error.to_string()) {
+        Self::deserialize(deserializer).map_err(|error| match unknown_field(&error.to_string(), SYNONYMS) {
             Some(text) => D::Error::custom(text),
             None => error,
         })
     }
 }
 
-/// Returns serde's error about an unknown field with the nearest of the names that it lists instead of the list; `None`
-/// for another error, and if no name is near. The list has the fields of the struct without that field, which may be
-/// the config of an option.
-fn with_nearest(text: &str) -> Option<String> {
-    let quoted: Vec<&str> = text.strip_prefix("unknown field ")?.split('`').collect();
-    // The texts between quotes and those in quotes take turns; the last one is the position in the file.
-    let [_, unknown, .., position] = quoted[..] else { return None };
-    let known = quoted[2..].iter().skip(1).step_by(2).copied();
-    let nearest = *nearest(unknown, known).first()?;
-    // A misspelling, and not the name that another library has for an option.
-    if 3 * edits(unknown, nearest) > unknown.len().max(nearest.len()) {
-        return None;
-    }
-    Some(format!("unknown field `{unknown}`, did you mean `{nearest}`?{position}"))
+/// Reads the option `alibi`.
+pub(super) fn alibi<'de, D: Deserializer<'de>>(value: D) -> Result<Option<AlibiConfig>, D::Error> {
+    optional_variant(value, "alibi")
+}
+
+/// Reads the option `content_positions`.
+pub(super) fn content_positions<'de, D: Deserializer<'de>>(value: D) -> Result<Option<ContentPositions>, D::Error> {
+    optional_variant(value, "content_positions")
+}
+
+/// Reads the option `kv_sharing`.
+pub(super) fn kv_sharing<'de, D: Deserializer<'de>>(value: D) -> Result<KvSharing, D::Error> {
+    variant(value, "kv_sharing")
 }
 
 #[cfg(test)]
@@ -55,7 +137,33 @@ mod tests {
         );
         let in_option = error_of(r#"{"embed_dim": 8, "num_heads": 4, "local_window": {"lef": 1, "right": 2}}"#);
         assert!(in_option.starts_with("unknown field `lef`, did you mean `left`?"), "{in_option}");
-        let far = error_of(r#"{"embed_dim": 8, "num_heads": 4, "num_attention_heads": 4}"#);
-        assert!(far.starts_with("unknown field `num_attention_heads`, expected one of `embed_dim`"), "{far}");
+        let far = error_of(r#"{"embed_dim": 8, "num_heads": 4, "vocab_size": 4}"#);
+        assert!(far.starts_with("unknown field `vocab_size`, expected one of `embed_dim`"), "{far}");
+    }
+
+    #[test]
+    fn names_of_other_libraries_name_the_option_of_the_config() {
+        let other_structs = ["base", "layout", "rope_head_dim", "nope_head_dim"];
+        for synonym in SYNONYMS.iter().filter(|synonym| !other_structs.contains(&synonym.field)) {
+            for name in synonym.names {
+                let text = error_of(&format!(r#"{{"embed_dim": 8, "num_heads": 4, "{name}": 2}}"#));
+                let expected = format!("unknown field `{name}`, did you mean {}? at line", synonym.advice);
+                assert!(text.starts_with(&expected), "{text}");
+            }
+        }
+        let rope = error_of(r#"{"embed_dim": 8, "num_heads": 4, "rope": {"theta": 1e4}}"#);
+        assert!(rope.starts_with("unknown field `theta`, did you mean `base`?"), "{rope}");
+    }
+
+    #[test]
+    fn synonyms_are_no_options_and_occur_once_for_a_field() {
+        let known = serde_json::to_value(MultiHeadAttentionConfig::new(8, 4)).expect("JSON");
+        for (i, synonym) in SYNONYMS.iter().enumerate() {
+            for name in synonym.names {
+                assert!(known.get(name).is_none(), "{name} is an option");
+                let other = SYNONYMS[..i].iter().find(|other| other.names.contains(name));
+                assert!(other.is_none_or(|other| other.field != synonym.field), "{name} occurs twice");
+            }
+        }
     }
 }

@@ -118,6 +118,7 @@ impl MultiHeadAttention {
         let keys = match checked.keys_from {
             KeysFrom::Cache(cache) => {
                 let KeysAndValues { keys, values } = kv.ok_or_else(no_keys)?;
+                self.refuse_tracked_module(input, cache, &[&keys, &values])?;
                 let mut staged = cache.stage(&checked.tokens, &keys, Some(&values), values.dim(3)?)?;
                 staged.call.appended = self.appended_heads()?;
                 self.modify_for_cache(&mut arguments, input, &checked, &staged.cache)?;
@@ -149,6 +150,21 @@ impl MultiHeadAttention {
                 self.projections.output(merged, residual.as_ref(), train)
             }),
         })
+    }
+
+    /// Refuses keys and values that a module of the caller tracks for gradients, in a call with a cache that would lose
+    /// them. Other reasons for gradients are errors of the cache, which asks for `freeze`.
+    fn refuse_tracked_module(&self, input: &AttentionInput, cache: &AttentionCache, kv: &[&Tensor]) -> Result<()> {
+        let is_tracked = kv.iter().any(|tensor| tensor.track_op());
+        if !is_tracked || cache.config().detached() || input.queries.track_op() {
+            return Ok(());
+        }
+        let Some(projection) = self.projections.module_of_caller() else { return Ok(()) };
+        bail!(
+            "[attention_cache] keys or values are tracked for gradients, which a cache would lose: the {projection} \
+             projection is a module of the caller, which `freeze()` keeps with its variables; expected a module \
+             without variables, or a cache made `with_detached(true)`"
+        )
     }
 
     /// Returns the layer's mask combined with the call's, over the keys that the layer appends too.

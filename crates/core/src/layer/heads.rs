@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor, bail};
 use super::input::{AttentionInput, KeysFrom};
 use super::memory::ProjectedMemory;
 use super::validate::{CheckedInput, KeyValueInputs};
-use super::{MultiHeadAttention, OP};
+use super::{MultiHeadAttention, OP, warnings};
 use crate::cache::KvFloats;
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
 use candle_attention_modules::base::{reshape_linked, transpose_linked};
@@ -34,6 +34,9 @@ impl MultiHeadAttention {
         let all_reduce = input.all_reduce;
         let key_value = inputs.key_value.as_ref().map(|KeyValueInputs { keys, values }| [keys, values]);
         let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value, input.train)?;
+        if input.train && self.adapter.is_some() && self.projections.has_idle_update()? {
+            warnings::about_idle_adapter(OP);
+        }
         let rotations = self.rotations(inputs)?;
         let kv = if let Some(KeysAndValues { keys, values }) = kv {
             let keys = self.key_heads(keys, rotations.keys.as_ref().or(rotations.queries.as_ref()), all_reduce)?;

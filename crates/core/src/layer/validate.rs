@@ -32,7 +32,7 @@ pub(super) struct ExpectedInput<'a> {
 impl ExpectedInput<'_> {
     /// Returns the queries of a call as (B, T_q, width) after checking them.
     pub fn queries(&self, queries: &Tensor, width: usize) -> Result<Tensor> {
-        let found = Expect::many(self.op, "queries", queries);
+        let found = Expect::many(self.op, "queries", queries).embeddings()?;
         let batch = [Dim::Any("B"), Dim::Any("T"), Dim::Is(width)];
         let found = match self.batched {
             true => found.shape(&batch)?,
@@ -46,7 +46,8 @@ impl ExpectedInput<'_> {
     /// one.
     pub fn other(&self, name: &str, xs: &Tensor, width: usize) -> Result<Tensor> {
         let batch = [Dim::Any("B"), Dim::Any("T"), Dim::Is(width)];
-        let found = Expect::many(self.op, name, xs).shape(if self.batched { &batch } else { &batch[1..] })?;
+        let found = Expect::many(self.op, name, xs).embeddings()?;
+        let found = found.shape(if self.batched { &batch } else { &batch[1..] })?;
         found.dtype(self.dtype, "the weights'")?.same_device("the weights", self.device)?;
         self.with_batch(xs)
     }
@@ -147,8 +148,12 @@ impl MultiHeadAttention {
             bail!("[{OP}] the layer appends keys to those of a call, which is not supported with packed sequences")
         }
         if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
-            bail!("[{OP}] the config has a relative bias, expected the stack's one in `with_relative_bias`")
+            bail!(
+                "[{OP}] the config has a relative bias, expected a call of `with_relative_bias` with the `RelativeBias` \
+                 that all layers of the model share"
+            )
         }
+        warnings::about_lengths(OP, input, t_kv);
         let tokens = input.tokens(OP, b, t_q, &self.mask)?;
         let most_queries = input.packed.map_or(t_q, PackedSequences::most_queries);
         let most_keys = input.packed.map_or(t_kv, PackedSequences::most_keys);

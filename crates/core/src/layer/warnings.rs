@@ -5,8 +5,10 @@ use std::sync::Once;
 
 use candle_core::{Result, bail};
 
+use super::input::AttentionInput;
 use crate::cache::{AttentionCache, EarlierPadding, NewTokens};
 use crate::mask::{AttentionMask, OtherOffset};
+use candle_attention_modules::linear::IDLE_CALLS;
 
 /// Logs a warning the first time that this place is reached.
 macro_rules! warn_once {
@@ -74,6 +76,23 @@ fn check_offset(op: &str, mask: &AttentionMask, tokens: &NewTokens, before: usiz
     Ok(())
 }
 
+/// Warns about a length in the mask of a call without a cache that is above the number of keys, of which it masks none.
+/// `usize::MAX` says on purpose that there is no padding.
+pub(super) fn about_lengths(op: &str, input: &AttentionInput, t_kv: usize) {
+    if input.any_cache().is_some() || input.packed.is_some() {
+        return;
+    }
+    if let Some(length) = input.mask().and_then(AttentionMask::largest_length)
+        && length > t_kv
+        && length < usize::MAX
+    {
+        warn_once!(
+            "[{op}] the mask has a length of {length}, and there are {t_kv} keys: it masks none of them; expected the \
+             number of tokens of each sequence"
+        );
+    }
+}
+
 /// Warns about dropout in a call with a cache that was not made for training.
 pub(super) fn about_dropout(op: &str, cache: &AttentionCache) {
     if !cache.config().detached() {
@@ -82,6 +101,14 @@ pub(super) fn about_dropout(op: &str, cache: &AttentionCache) {
              made `with_detached(true)` for training"
         );
     }
+}
+
+/// Warns about an adapter that training does not change.
+pub(super) fn about_idle_adapter(op: &str) {
+    warn_once!(
+        "[{op}] an adapter is unchanged after {IDLE_CALLS} calls of training; expected an optimizer that was made after \
+         `Adapter::load_onto`, which adds the variables of a new adapter"
+    );
 }
 
 /// Warns about a causal layer, or one with a window, whose keys are another sequence's.

@@ -71,6 +71,14 @@ impl ValidLens {
         }
     }
 
+    /// Returns the largest entry, if there is one.
+    pub(super) fn largest(&self) -> Option<usize> {
+        match &*self.0 {
+            Lens::PerSequence(lens) => lens.iter().max().copied(),
+            Lens::PerQuery(rows) => rows.iter().flatten().max().copied(),
+        }
+    }
+
     /// Returns whether there is an entry for each sequence, and one of them is above 0.
     pub(super) fn is_above_zero(&self) -> bool {
         matches!(&*self.0, Lens::PerSequence(lens) if lens.iter().any(|&entry| entry > 0))

@@ -158,7 +158,8 @@ impl AttentionMask {
     /// any dtype: `attention_mask` of transformers, and the inverse of PyTorch's `key_padding_mask`.
     ///
     /// If the ones of every row are consecutive, the mask becomes starts and lengths, so that padding is not computed;
-    /// otherwise it becomes a boolean mask. A row of zeros masks every key.
+    /// otherwise it becomes a boolean mask. A row of zeros masks every key, and a warning is logged once: a mask with 1
+    /// for padding has such rows.
     ///
     /// With a cache, T_kv is the length of the longest sequence with the call. Padding that
     /// [`AttentionInput::with_starts`](crate::AttentionInput::with_starts) or `with_valid_lens` named is not in the
@@ -203,7 +204,8 @@ impl AttentionMask {
 /// Builders: each adds a constraint.
 impl AttentionMask {
     /// Masks the keys at and past a length, which is given for each sequence (B,) or for each query (B, T_q): d2l's
-    /// `valid_lens`, and padding on the right. A length above T_kv masks nothing.
+    /// `valid_lens`, and padding on the right. A length above T_kv masks nothing; in a call of a layer without a cache,
+    /// where it is usually a mistake, a warning is logged once.
     ///
     /// With a cache, lengths count the positions of earlier calls too. The cache stores keys that a mask masks, as
     /// [`with_starts`](Self::with_starts) says;

@@ -49,6 +49,15 @@ impl AttentionMask {
         self.tensor_kind().is_some() || self.constraints.iter().any(is_length)
     }
 
+    /// Returns the largest of the lengths that the mask has, if it has lengths.
+    pub(crate) fn largest_length(&self) -> Option<usize> {
+        let length = |constraint: &Constraint| match constraint {
+            Constraint::ValidLens(lens) => lens.largest(),
+            _ => None,
+        };
+        self.constraints.iter().filter_map(length).max()
+    }
+
     /// Returns whether the mask seems to count padding on the left: it has starts above 0, or a tensor with a row for
     /// each sequence.
     pub(crate) fn counts_left_padding(&self) -> bool {

@@ -1,6 +1,6 @@
 //! Attention masks of ones and zeros, as tokenizers return them.
 
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -59,7 +59,19 @@ pub fn rows_of_ones(op: &str, mask: &Tensor) -> Result<Vec<RowOfOnes>> {
     if let Some(other) = rows.iter().flatten().find(|&&value| value != 0.0 && value != 1.0) {
         bail!("[{op}] the attention mask has {other}, expected ones and zeros")
     }
-    Ok(rows.iter().map(|row| row_of_ones(row)).collect())
+    let found: Vec<_> = rows.iter().map(|row| row_of_ones(row)).collect();
+    if mask.dim(1)? > 0
+        && let Some(empty) = found.iter().position(|row| row.end == 0)
+    {
+        static LOGGED: Once = Once::new();
+        LOGGED.call_once(|| {
+            log::warn!(
+                "[{op}] row {empty} of the attention mask is all zeros, so that its sequence has no token; expected 1 \
+                 for a token and 0 for padding: a mask that has 1 for padding is inverted by `mask.eq(0u8)?`"
+            );
+        });
+    }
+    Ok(found)
 }
 
 fn row_of_ones(row: &[f32]) -> RowOfOnes {

@@ -3,11 +3,13 @@
 
 mod detect;
 mod foreign;
+mod forgotten;
 mod layout;
 mod layout_tensors;
 mod modules;
 mod names;
 mod nearest;
+mod rope_style;
 mod source;
 mod tensors;
 
@@ -24,7 +26,9 @@ pub use tensors::{ProjectionShape, projection_shape};
 use candle_core::{Error, Result, Tensor, bail};
 use candle_nn::{Linear, VarBuilder};
 use foreign::refuse_foreign;
+use forgotten::forgotten_option;
 use layout_tensors::other_name;
+use rope_style::warn_of_rope_style;
 use tensors::{ProjectionTensor, has_separate_biases, projection_tensors};
 
 use crate::config::{KvSharing, MultiHeadAttentionConfig};
@@ -42,6 +46,7 @@ pub(crate) fn load_projections(
     layout: WeightLayout,
     reader: &ParameterReader,
 ) -> Result<Projections> {
+    warn_of_rope_style(cfg, layout, reader);
     let own_heads = reader.own_range(Heads::Query, cfg.num_heads());
     let separate_biases = has_separate_biases(cfg, layout) || stores_separate_biases(layout, reader);
     let tensors = projection_tensors(reader.op, cfg, layout, own_heads, separate_biases)?;
@@ -50,7 +55,7 @@ pub(crate) fn load_projections(
         let names = modules.flat_map(|module| [format!("{module}.weight"), format!("{module}.bias")]);
         reader.refuse(names, "the config says there is no such gate")?;
     }
-    let projections = read_projections(layout, tensors, reader)?;
+    let projections = read_projections(cfg, layout, tensors, reader)?;
     refuse_other_biases(layout, separate_biases, reader)?;
     refuse_unused(cfg, layout, reader)?;
     Projections::new(&projections, reader.vb.dtype(), reader.vb.device())
@@ -92,6 +97,7 @@ const MODULES: [&str; 5] = ["self_attn", "attn", "attention", "self_attention", 
 
 /// Reads the weights and biases of projections.
 fn read_projections(
+    cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,
     tensors: impl Iterator<Item = ProjectionTensor>,
     reader: &ParameterReader,
@@ -109,7 +115,11 @@ fn read_projections(
             *stored = other;
         }
         warn_of_adapter(&tensor.tensor.spec.stored, reader);
-        let read = tensor.tensor.read(reader).map_err(|error| with_layout_found(error, layout, reader))?;
+        let read =
+            tensor.tensor.read(reader).map_err(|error| match forgotten_option(cfg, layout, &tensor, reader) {
+                Some(option) => Error::msg(format!("{}; {option}", root(&error))),
+                None => with_layout_found(error, layout, reader),
+            })?;
         for (projection, rows) in tensor.projections.iter().zip(read) {
             let parameters = projections.entry(*projection).or_default();
             if tensor.is_bias { parameters.push_bias(rows) } else { parameters.push_weight(rows) }

@@ -315,7 +315,7 @@ impl FromStr for WeightLayout {
             return Ok(all[index]);
         }
         if let Some(model) = MODELS.iter().find(|model| model.names.contains(&text.to_lowercase().as_str())) {
-            bail!("[weight_layout] unknown layout {text:?}: {text} is a model; its layout is {}", model.layouts)
+            bail!("[weight_layout] unknown layout {text:?}, expected that of the files of {text}: {}", model.layouts)
         }
         let first = known[..5].join(", ");
         let expected = || format!("expected one of: {first}, .. ({} in all, `WeightLayout::all()`)", known.len());

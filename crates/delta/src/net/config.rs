@@ -1,9 +1,10 @@
 //! The shape and options of a gated delta net.
 
 use candle_core::{Result, bail};
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use candle_attention_modules::base::number;
+use candle_attention_modules::base::{Synonym, number, unknown_field, variant};
 use candle_attention_modules::gate::GateActivation;
 
 /// The operation in the error texts of the layer.
@@ -25,7 +26,7 @@ pub(super) const OP: &str = "gated_delta_net";
 /// The names follow Qwen3-Next's config, whose fields have the prefix `linear_`. [`validate`](Self::validate) finds
 /// numbers that do not fit together; the constructors of the layer call it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(remote = "Self", deny_unknown_fields)]
 #[must_use]
 pub struct GatedDeltaNetConfig {
     embed_dim: usize,
@@ -43,11 +44,49 @@ pub struct GatedDeltaNetConfig {
     decay_lower_bound: Option<f64>,
     #[serde(default)]
     allow_neg_eigval: bool,
-    #[serde(default = "default_gate_activation")]
+    #[serde(default = "default_gate_activation", deserialize_with = "gate_activation")]
     gate_activation: GateActivation,
     gate_rank: Option<usize>,
     #[serde(default = "default_norm_eps")]
     norm_eps: f64,
+}
+
+/// The names that other libraries and earlier versions have for the options.
+const SYNONYMS: &[Synonym] = &[
+    Synonym::of("embed_dim", &["hidden_size", "d_model", "dim"], "`embed_dim`"),
+    Synonym::of("num_value_heads", &["num_heads", "linear_num_value_heads", "num_v_heads"], "`num_value_heads`"),
+    Synonym::of("num_key_heads", &["linear_num_key_heads", "num_k_heads", "num_kv_heads"], "`num_key_heads`"),
+    Synonym::of("key_head_dim", &["linear_key_head_dim", "head_k_dim", "head_dim"], "`key_head_dim`"),
+    Synonym::of("value_head_dim", &["linear_value_head_dim", "head_v_dim"], "`value_head_dim`"),
+    Synonym::of(
+        "conv_kernel_dim",
+        &["conv_kernel", "conv_size", "linear_conv_kernel_dim", "short_conv_kernel_size"],
+        "`conv_kernel_dim`",
+    ),
+    Synonym::of("allow_neg_eigval", &["doubled_beta", "linear_allow_neg_eigval"], "`allow_neg_eigval`"),
+    Synonym::of("norm_eps", &["rms_norm_eps", "eps"], "`norm_eps`"),
+];
+
+// The derived functions are `GatedDeltaNetConfig::serialize` and `deserialize`, because of `remote = "Self"`.
+
+impl Serialize for GatedDeltaNetConfig {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        Self::serialize(self, serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for GatedDeltaNetConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        Self::deserialize(deserializer).map_err(|error| match unknown_field(&error.to_string(), SYNONYMS) {
+            Some(text) => D::Error::custom(text),
+            None => error,
+        })
+    }
+}
+
+/// Reads the option `gate_activation`.
+fn gate_activation<'de, D: Deserializer<'de>>(value: D) -> std::result::Result<GateActivation, D::Error> {
+    variant(value, "gate_activation")
 }
 
 fn default_head_dim() -> usize {

@@ -95,7 +95,7 @@ impl DeltaInput<'_> {
     /// Checks that the inputs fit a layer with weights of a dtype on a device, and each other.
     pub(super) fn check(&self, cfg: &GatedDeltaNetConfig, dtype: DType, device: &Device) -> Result<CheckedInput> {
         let xs = self.xs;
-        let expect = Expect::one(OP, "input", xs);
+        let expect = Expect::one(OP, "input", xs).embeddings()?;
         match self.packed {
             Some(sequences) => expect.shape(&[Named("total", sequences.total_queries()), Is(cfg.embed_dim())])?,
             None => expect.shape_of(&[&[Any("B"), Any("T"), Is(cfg.embed_dim())], &[Any("T"), Is(cfg.embed_dim())]])?,

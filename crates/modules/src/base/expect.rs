@@ -116,6 +116,22 @@ impl<'a> Expect<'a> {
         self.fail("dtype", self.tensor.dtype(), format!("{names}{reason}"))
     }
 
+    /// Checks that the tensor does not have the dtype and the rank of token ids, (T,) or (B, T), which were meant to be
+    /// embedded first.
+    pub fn embeddings(self) -> Result<Self> {
+        let dtype = self.tensor.dtype();
+        if !dtype.is_int() || self.tensor.rank() > 2 {
+            return Ok(self);
+        }
+        let Self { op, name, is_plural, tensor } = self;
+        let are = if is_plural { "are" } else { "is" };
+        let dims = tensor.dims();
+        bail!(
+            "[{op}] {name} {are} integers {dims:?} of {dtype:?}, as token ids are; expected their embeddings, which an \
+             `EmbeddingLayer` or `candle_nn::Embedding` returns"
+        )
+    }
+
     /// Checks that the tensor is on the device of another one, which errors call `other`: `the weights`.
     pub fn same_device(self, other: &str, device: &Device) -> Result<Self> {
         if self.tensor.device().same_device(device) {

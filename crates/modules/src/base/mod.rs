@@ -3,6 +3,7 @@
 
 mod expect;
 mod facts;
+mod fields;
 mod fused;
 mod graph;
 mod low_rank;
@@ -24,6 +25,7 @@ pub use expect::{
     fits_in_memory, is_addressable,
 };
 pub use facts::Fact;
+pub use fields::{Synonym, optional_variant, unknown_field, variant};
 pub use fused::{FusedRows, FusedTensor, StoredDims};
 pub use graph::{IntoStorage, gradient_of, is_linked, record, record_two, reshape_linked, transpose_linked};
 pub use low_rank::LowRankUpdate;

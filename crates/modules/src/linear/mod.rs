@@ -23,8 +23,8 @@ pub use gated::PackedGatedLinear;
 use matrix::contiguous;
 use product::{choose_instruction_set, kernel_activation, pack, unpack};
 pub use projections::{
-    ByProjection, KeysAndValues, LoraMatrices, Outputs, PackedProjection, Projected, Projection, ProjectionModule,
-    ProjectionModules, Projections, ReplacedRows,
+    ByProjection, IDLE_CALLS, KeysAndValues, LoraMatrices, Outputs, PackedProjection, Projected, Projection,
+    ProjectionModule, ProjectionModules, Projections, ReplacedRows,
 };
 
 const OP: &str = "packed_linear";

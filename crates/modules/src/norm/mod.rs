@@ -10,11 +10,11 @@ mod tests;
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::base::{
     Fact, Heads, NO_BIAS, Parameter, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, check_memory,
-    number,
+    number, variant,
 };
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 use cuda::CudaNorm;
@@ -61,8 +61,10 @@ pub enum QkNormScope {
 #[serde(deny_unknown_fields)]
 pub struct QkNorm {
     /// The formula.
+    #[serde(deserialize_with = "kind")]
     pub kind: QkNormKind,
     /// The entries that one mean is taken over.
+    #[serde(deserialize_with = "scope")]
     pub scope: QkNormScope,
     /// The number that is added to the mean square or the variance.
     pub eps: f64,
@@ -75,9 +77,20 @@ pub struct QkNorm {
 #[serde(deny_unknown_fields)]
 pub struct OutputNorm {
     /// The formula.
+    #[serde(deserialize_with = "kind")]
     pub kind: QkNormKind,
     /// The number that is added to the mean square or the variance.
     pub eps: f64,
+}
+
+/// Reads the option `kind`.
+fn kind<'de, D: Deserializer<'de>>(value: D) -> std::result::Result<QkNormKind, D::Error> {
+    variant(value, "kind")
+}
+
+/// Reads the option `scope`.
+fn scope<'de, D: Deserializer<'de>>(value: D) -> std::result::Result<QkNormScope, D::Error> {
+    variant(value, "scope")
 }
 
 impl QkNormKind {

@@ -1,11 +1,13 @@
 //! The config of latent attention.
 
 use candle_core::{Result, bail};
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::OP;
+use crate::config::SYNONYMS;
 use crate::position::{RopeConfig, RopeStyle, score_factor};
-use candle_attention_modules::base::number;
+use candle_attention_modules::base::{number, unknown_field};
 
 /// The shape and options of a [`MultiHeadLatentAttention`](crate::MultiHeadLatentAttention). Lengths, padding and a
 /// cache are inputs of a call.
@@ -21,7 +23,7 @@ use candle_attention_modules::base::number;
 ///
 /// The constructor of the layer calls [`validate`](Self::validate).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(remote = "Self", deny_unknown_fields)]
 #[must_use]
 pub struct MultiHeadLatentAttentionConfig {
     embed_dim: usize,
@@ -43,6 +45,23 @@ pub struct MultiHeadLatentAttentionConfig {
     causal: bool,
     #[serde(default)]
     dropout: f64,
+}
+
+// The derived functions are the methods `serialize` and `deserialize` of the config, because of `remote = "Self"`.
+
+impl Serialize for MultiHeadLatentAttentionConfig {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        Self::serialize(self, serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for MultiHeadLatentAttentionConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        Self::deserialize(deserializer).map_err(|error| match unknown_field(&error.to_string(), SYNONYMS) {
+            Some(text) => D::Error::custom(text),
+            None => error,
+        })
+    }
 }
 
 fn default_norm_eps() -> f64 {

@@ -401,6 +401,7 @@ impl MultiHeadLatentAttention {
         }
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
+        warnings::about_lengths(OP, input, t);
         let tokens = input.tokens(OP, b, t, &self.mask)?;
         let positions = input.call_positions(OP, &tokens, t, None, cfg.rotates())?;
         let width = cfg.num_heads() * (2 * cfg.head_dim() + cfg.value_head_dim() + cfg.kv_lora_rank());

@@ -216,8 +216,8 @@ impl Disentangled {
     fn compute(&self, t: usize, d: usize, call: &CallContext) -> Result<DistanceVectors> {
         let Some(embeddings) = &self.embeddings else {
             bail!(
-                "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
-                 `with_relative_embeddings`"
+                "[multi_head_attention] the config has disentangled positions, expected a call of \
+                 `with_relative_embeddings` with the `RelativeEmbeddings` that all layers of the model share"
             )
         };
         let config = &self.config;

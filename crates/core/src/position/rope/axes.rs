@@ -1,12 +1,12 @@
 //! Rotary positions on several axes: time, height and width in images and videos.
 
 use candle_core::{Result, Tensor, bail};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::OP;
 use crate::position::END;
 use candle_attention_modules::base::rowwise::to_vec;
-use candle_attention_modules::base::{Dim, Expect, check_memory};
+use candle_attention_modules::base::{Dim, Expect, check_memory, variant};
 
 /// The assignment of pairs of entries to axes, and the frequencies of the pairs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,7 +51,13 @@ pub enum RopeAxisLayout {
 #[serde(deny_unknown_fields)]
 pub struct RopeAxes {
     sections: Vec<usize>,
+    #[serde(deserialize_with = "axis_layout")]
     layout: RopeAxisLayout,
+}
+
+/// Reads the option `layout`.
+fn axis_layout<'de, D: Deserializer<'de>>(value: D) -> std::result::Result<RopeAxisLayout, D::Error> {
+    variant(value, "layout")
 }
 
 impl RopeAxes {

@@ -1,11 +1,12 @@
 //! The config of rotary positions, on one axis or on several: time, height and width in images and videos.
 
 use candle_core::{Result, bail};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::OP;
 use super::axes::{RopeAxes, RopeAxisLayout};
 use super::scaling::{RopeScaling, above_zero};
+use candle_attention_modules::base::variant;
 
 /// The two entries of a head that are rotated as a pair.
 ///
@@ -44,12 +45,22 @@ pub enum RopeStyle {
 #[must_use]
 pub struct RopeConfig {
     base: f64,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "style")]
     style: RopeStyle,
     rotary_dim: Option<usize>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "scaling")]
     scaling: RopeScaling,
     axes: Option<RopeAxes>,
+}
+
+/// Reads the option `style`.
+fn style<'de, D: Deserializer<'de>>(value: D) -> std::result::Result<RopeStyle, D::Error> {
+    variant(value, "style")
+}
+
+/// Reads the option `scaling`.
+fn scaling<'de, D: Deserializer<'de>>(value: D) -> std::result::Result<RopeScaling, D::Error> {
+    variant(value, "scaling")
 }
 
 /// The axis whose position rotates a pair of entries, and the pair's frequency: `base^(-index/count)`.

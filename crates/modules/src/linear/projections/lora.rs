@@ -1,5 +1,8 @@
 //! Low-rank updates of projections: LoRA (<https://arxiv.org/abs/2106.09685>).
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::Linear;
 use candle_nn::ops::dropout;
@@ -29,7 +32,13 @@ pub(super) struct LoraUpdate {
     dtype: DType,
     scaling: f64,
     dropout: f32,
+    /// The number of calls of training.
+    training_calls: Arc<AtomicU32>,
 }
+
+/// The number of calls of training after which an update should have changed: more than the calls before the first step
+/// of an optimizer in most programs that add up gradients.
+pub const IDLE_CALLS: u32 = 64;
 
 /// Returns a projection by the rows of a matrix.
 fn unbiased(rows: &Parameter) -> WeightAndBias {
@@ -50,6 +59,7 @@ impl LoraUpdate {
             dtype: matrices.a.first().dtype(),
             scaling: matrices.scaling,
             dropout: matrices.dropout as f32,
+            training_calls: Arc::default(),
         })
     }
 
@@ -81,6 +91,25 @@ impl LoraUpdate {
             *output = (&*output + (update * self.scaling)?.to_dtype(output.dtype())?)?;
         }
         Ok(())
+    }
+
+    /// Counts a call of training. Returns whether it is the [`IDLE_CALLS`]th, and B is a variable and still zero, as it
+    /// is before the first step of an optimizer.
+    fn is_idle_in_training(&self) -> Result<bool> {
+        if self.training_calls.fetch_add(1, Ordering::Relaxed) + 1 != IDLE_CALLS {
+            return Ok(false);
+        }
+        for b in self.b.values() {
+            let rows = PackedProjection::to_linears(&[b])?.remove(0);
+            let weight = rows.weight();
+            if !weight.track_op() || weight.elem_count() == 0 {
+                return Ok(false);
+            }
+            if weight.detach().abs()?.max_all()?.to_dtype(DType::F32)?.to_scalar::<f32>()? > 0.0 {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Adds `scaling · B A` to the weights of the projections that the update changes.
@@ -122,6 +151,19 @@ impl Projections {
     pub fn with_update(mut self, matrices: &LoraMatrices) -> Result<Self> {
         self.updates.push(LoraUpdate::new(matrices)?);
         Ok(self)
+    }
+
+    /// Counts a call of training. Returns whether it is the [`IDLE_CALLS`]th of a low-rank update that is a variable
+    /// and still zero, as it is before the first step of an optimizer.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn has_idle_update(&self) -> Result<bool> {
+        let mut has_idle = false;
+        for update in &self.updates {
+            has_idle |= update.is_idle_in_training()?;
+        }
+        Ok(has_idle)
     }
 
     /// Returns projections without low-rank updates, which have the current values of the updates in their weights.

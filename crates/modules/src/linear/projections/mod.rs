@@ -3,7 +3,7 @@
 mod lora;
 mod modules;
 
-pub use lora::LoraMatrices;
+pub use lora::{IDLE_CALLS, LoraMatrices};
 pub use modules::{ByProjection, Projection, ProjectionModule, ProjectionModules};
 
 use Projection::{Gate, Key, Output, Query, Value};
@@ -359,6 +359,14 @@ impl Projections {
         };
         self.set(projection, width, change(current)?);
         Ok(self)
+    }
+
+    /// Returns the first projection of keys or values that is a module of the caller.
+    pub fn module_of_caller(&self) -> Option<Projection> {
+        let is_module = |projection: &Projection| {
+            self.all.get(projection).is_some_and(|own| matches!(&*own.weight, SharedWeight::Module { .. }))
+        };
+        [Key, Value].into_iter().find(is_module)
     }
 
     /// Returns whether queries or keys are projected by modules of the caller or have low-rank updates, which may
