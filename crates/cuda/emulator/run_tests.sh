@@ -91,7 +91,7 @@ all='
 # Compiles and runs one specialisation.
 test_one() {
     local macros="$1" program
-    program="$programs/attention$(tr -d ' ' <<<"$macros" | tr -c 'A-Za-z0-9\n' '_')"
+    program="$programs/attention_tests_$(md5sum <<<"$macros" | cut -c1-16)"
     if ! "${CXX:-g++}" -std=c++17 -O1 -w -DEMULATOR -I"$here/../kernels" -I"$here" $macros "$here/attention_tests.cpp" -o "$program"; then
         echo "$macros: does not compile"
         return 1

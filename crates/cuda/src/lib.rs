@@ -57,7 +57,9 @@ pub fn catalogue(limits: &Limits) -> Vec<CatalogueEntry> {
 /// Returns the macros of programs that together have every row of the tables of tiles, as options of a C++ compiler.
 /// The tests on the emulator run them, since a device takes the first row that fits it.
 pub fn options_of_every_tile() -> Vec<Vec<String>> {
-    tiles::programs_of_every_row().iter().map(|program| program.define_options().collect()).collect()
+    // What is 0 is so by default.
+    let is_needed = |option: &String| !option.ends_with("=0") || option.starts_with("-DELEMENT");
+    tiles::programs_of_every_row().iter().map(|program| program.define_options().filter(is_needed).collect()).collect()
 }
 
 /// Returns the source of a program of the [`catalogue`](fn@catalogue), as NVRTC compiles it.
