@@ -9,6 +9,8 @@ crate::on_each_device!(
     chunks_and_temperature_of_left_padded_rows_match_rows_alone,
     chunks_and_temperature_of_documents_match_documents_alone,
     chunks_and_temperature_with_cache_match_rows_alone,
+    chunks_and_temperature_over_keys_of_earlier_layer_match_rows_alone,
+    rope_scaled_by_length_of_left_padded_rows_matches_rows_alone,
 );
 
 const WIDTH: usize = 8;
@@ -44,6 +46,14 @@ impl Batch {
         if random.chance(0.3) {
             config = config.with_sinks(true);
         }
+        if random.chance(0.2) {
+            config = config.with_kv_sharing(KvSharing::KeysAsValues);
+        }
+        Self::of(config, random, device)
+    }
+
+    /// Draws rows for a layer.
+    fn of(config: Config, random: &mut Random, device: &Device) -> Result<Self> {
         let layer = seeded::layer(&config, DType::F32, device)?;
         let mut rows = Vec::new();
         for n in 0..1 + random.up_to(2) {
@@ -88,6 +98,16 @@ impl Batch {
         let of_row = |start: usize| (0..t).map(move |j| j.checked_sub(start).unwrap_or(1) as u32);
         let positions = self.starts(t).into_iter().flat_map(of_row);
         Tensor::from_iter(positions, &self.device)?.reshape((self.rows.len(), t))
+    }
+
+    /// Returns a cache of all keys, or of the ones that a query of the layer can attend to.
+    fn cache(&self, random: &mut Random) -> Result<AttentionCache> {
+        match self.config.chunk() {
+            Some(chunk) if random.chance(0.3) => {
+                AttentionCache::new(&AttentionCacheConfig::default().with_window(chunk + random.up_to(2)))
+            }
+            _ => Ok(AttentionCache::default()),
+        }
     }
 
     fn run<'a>(&self, input: AttentionInput<'a>) -> Result<Tensor> {
@@ -226,7 +246,7 @@ fn chunks_and_temperature_with_cache_match_rows_alone(device: &Device) -> Result
         for way in
             [InputStarts, InputStartsAndPositions, MaskStarts, AttentionMask, BoolMask, MaskStartsAndPositions, Tree]
         {
-            let mut cache = AttentionCache::default();
+            let mut cache = batch.cache(random)?;
             let mut begin = 0;
             while begin < t {
                 let end = if begin == 0 { prompt } else { (begin + 1 + random.up_to(2)).min(t) };
@@ -264,6 +284,97 @@ fn chunks_and_temperature_with_cache_match_rows_alone(device: &Device) -> Result
                 }
                 begin = end;
             }
+        }
+    }
+    Ok(())
+}
+
+/// The padding and positions of a call.
+struct Given<'a> {
+    mask: Option<&'a AttentionMask>,
+    starts: Option<&'a [usize]>,
+    positions: Option<&'a Tensor>,
+}
+
+impl<'a> Given<'a> {
+    fn add_to(&self, input: AttentionInput<'a>) -> AttentionInput<'a> {
+        input.with_mask(self.mask).with_starts(self.starts).with_positions(self.positions)
+    }
+}
+
+/// Runs an earlier layer in pieces, and after each a later layer that reads its keys.
+fn chunks_and_temperature_over_keys_of_earlier_layer_match_rows_alone(device: &Device) -> Result<()> {
+    for seed in 0..40 {
+        let random = &mut Random::new(seed);
+        let mut batch = Batch::draw(random, device)?;
+        let later_config = batch.config.clone().with_kv_sharing(KvSharing::EarlierLayer);
+        let later = seeded::layer(&later_config, DType::F32, device)?;
+        for (row, alone) in batch.rows.iter().zip(&mut batch.alone) {
+            let mut cache = AttentionCache::default();
+            batch.layer.forward_with(AttentionInput::new(row).with_cache(&mut cache))?;
+            *alone = later.forward_with(AttentionInput::new(row).with_shared_cache(&cache))?;
+        }
+        let t = batch.padded_len(random);
+        let xs = batch.padded(t)?;
+        let starts = batch.starts(t);
+        let positions = batch.positions(t)?;
+        let prompt = (starts.iter().max().unwrap_or(&0) + 1 + random.up_to(2)).min(t);
+        let of_mask = AttentionMask::none().with_starts(starts.clone());
+        for (is_stored, with_positions) in [(false, false), (true, false), (true, true)] {
+            let mut cache = AttentionCache::default();
+            let mut begin = 0;
+            while begin < t {
+                let end = if begin == 0 { prompt } else { (begin + 1 + random.up_to(2)).min(t) };
+                let piece = xs.narrow(1, begin, end - begin)?.contiguous()?;
+                let of_piece = positions.narrow(1, begin, end - begin)?;
+                let given = Given {
+                    mask: is_stored.then_some(&of_mask),
+                    starts: (!is_stored && begin == 0).then_some(starts.as_slice()),
+                    positions: with_positions.then_some(&of_piece),
+                };
+                let input = given.add_to(AttentionInput::new(&piece).with_cache(&mut cache));
+                batch.run(input)?;
+                let input = given.add_to(AttentionInput::new(&piece).with_shared_cache(&cache));
+                let found = later.forward_with(input.with_backend(batch.backend))?;
+                for (row, &start) in starts.iter().enumerate() {
+                    let first = start.max(begin);
+                    let way = format!("keys of an earlier layer, stored padding: {is_stored}, from {begin} to {end}");
+                    batch.check(&found.i((row, first - begin..))?, row, first - start..end - start, &way)?;
+                }
+                begin = end;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Compares padded batches of rows of one length, which determines the frequencies.
+fn rope_scaled_by_length_of_left_padded_rows_matches_rows_alone(device: &Device) -> Result<()> {
+    for seed in 0..24 {
+        let random = &mut Random::new(seed);
+        let scaling = match seed % 2 {
+            0 => RopeScaling::Dynamic { factor: 4.0, original_context: 4 },
+            _ => RopeScaling::LongRope {
+                short_factor: vec![1.0, 1.0],
+                long_factor: vec![3.0, 2.0],
+                original_context: 4,
+                factor: Some(2.0),
+                attention_factor: None,
+            },
+        };
+        let rope = RopeConfig::new(1e4).with_scaling(scaling);
+        let config = Config::new(WIDTH, 2).with_causal(true).with_rope(rope);
+        let config = if random.chance(0.5) { config.with_chunk(3) } else { config };
+        let mut batch = Batch::of(config, random, device)?;
+        let t = batch.len(0).min(6);
+        for (row, alone) in batch.rows.iter_mut().zip(&mut batch.alone) {
+            *row = wave(1, t, WIDTH, random.up_to(9) as f32)?.to_device(device)?;
+            *alone = batch.layer.forward(row)?;
+        }
+        let t = t + random.up_to(4);
+        let xs = batch.padded(t)?;
+        for (way, mask) in padding_masks(&batch, t)? {
+            batch.check_padded(&batch.run(AttentionInput::new(&xs).with_mask(&mask))?, t, way)?;
         }
     }
     Ok(())

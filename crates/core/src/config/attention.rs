@@ -41,7 +41,7 @@ impl MultiHeadAttentionConfig {
     /// Sets the length of chunks (`attention_chunk_size` of Llama 4): positions 0 to `chunk - 1` are the first chunk,
     /// and so on, and a query attends to keys of the same chunk only. Positions count within each sequence, without
     /// padding on the left, see [`AttentionMask::with_chunk`](crate::AttentionMask::with_chunk), unless the call
-    /// [gives them](crate::AttentionInput::with_positions).
+    /// [sets them](crate::AttentionInput::with_positions).
     #[doc(alias = "attention_chunk_size")]
     pub fn with_chunk(mut self, chunk: impl Into<Option<usize>>) -> Self {
         self.chunk = chunk.into();

@@ -63,7 +63,7 @@ impl MultiHeadAttention {
         };
         let queries = match &positions.axes {
             Some(axes) => rotary.on_axes(&axes.entries)?,
-            None => rotary.at(&positions.queries)?,
+            None => rotary.at_length(&positions.queries, positions.length_of_sequences())?,
         };
         let keys = match &positions.keys {
             Some(keys) => Some(rotary.at(keys)?),

@@ -19,7 +19,7 @@ pub(super) struct CallPositions {
     /// The positions by which queries and keys are rotated, if rotary positions are on several axes.
     pub axes: Option<AxisPositions>,
     /// The positions of the queries after the first key of their sequences, if a mask moves that and the caller gave no
-    /// positions: attention temperatures count from there.
+    /// positions: attention temperatures and the lengths by which rotary frequencies are scaled count from there.
     pub after_first_key: Option<Positions>,
 }
 
@@ -32,6 +32,11 @@ pub(super) struct AxisPositions {
 }
 
 impl CallPositions {
+    /// Returns the length of the longest sequence of queries, without padding on the left.
+    pub fn length_of_sequences(&self) -> usize {
+        self.after_first_key.as_ref().unwrap_or(&self.queries).length
+    }
+
     /// Returns the largest position + 1, or 0 without tokens.
     pub fn length(&self) -> usize {
         self.queries.length.max(self.keys.as_ref().map_or(0, |keys| keys.length))

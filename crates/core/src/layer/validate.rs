@@ -159,11 +159,12 @@ impl MultiHeadAttention {
         let most_keys = input.packed.map_or(t_kv, PackedSequences::most_keys);
         self.check_context(tokens.longest().max(most_queries).max(most_keys))?;
         let mut positions = self.checked_positions(input, &tokens, t_kv)?;
-        let has_temperature = cfg.attention_temperature().is_some();
+        let counts_positions =
+            cfg.attention_temperature().is_some() || cfg.rope().is_some_and(|rope| rope.scaling().depends_on_length());
         let device = &self.projections.device;
-        let masked_call = MaskedCall { op: OP, tokens: &tokens, b, t_kv, device, has_temperature };
+        let masked_call = MaskedCall { op: OP, tokens: &tokens, b, t_kv, device, counts_positions };
         let mask = input.whole_mask(&self.mask, masked_call)?;
-        if has_temperature && let Some(positions) = &mut positions {
+        if counts_positions && let Some(positions) = &mut positions {
             positions.after_first_key = input.after_first_key(&positions.queries, &mask, b)?;
         }
         if input.train

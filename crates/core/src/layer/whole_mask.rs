@@ -17,8 +17,8 @@ pub(super) struct MaskedCall<'a> {
     /// The number of keys without those in a cache.
     pub t_kv: usize,
     pub device: &'a Device,
-    /// Whether queries are multiplied by a factor that depends on their positions.
-    pub has_temperature: bool,
+    /// Whether the layer reads positions that count from the first key of a sequence.
+    pub counts_positions: bool,
 }
 
 impl AttentionInput<'_> {
@@ -29,7 +29,7 @@ impl AttentionInput<'_> {
     pub(super) fn whole_mask(&self, layer_mask: &AttentionMask, call: MaskedCall) -> Result<AttentionMask> {
         let MaskedCall { tokens, b, device, .. } = call;
         let mut mask = self.mask_with(layer_mask);
-        if mask.has_chunks() || call.has_temperature {
+        if mask.has_chunks() || call.counts_positions {
             let t_kv = if self.any_cache().is_some() { tokens.longest() } else { call.t_kv };
             mask = mask.with_padded_columns(b, tokens.t, t_kv)?;
         }

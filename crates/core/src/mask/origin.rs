@@ -1,4 +1,4 @@
-//! The first key of each sequence, from which chunks and attention temperatures count.
+//! The first key of each sequence, from which chunks, attention temperatures and lengths count.
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -14,7 +14,11 @@ impl AttentionMask {
 
     /// Returns whether a sequence may begin after the first key.
     pub(crate) fn can_move_first_key(&self) -> bool {
-        self.constraints.iter().any(|own| matches!(own, Constraint::Starts(_) | Constraint::Padded(_)))
+        self.constraints.iter().any(|constraint| match constraint {
+            Constraint::Starts(_) => true,
+            Constraint::Padded(columns) => columns.iter().any(|&padded| padded > 0),
+            _ => false,
+        })
     }
 
     /// Returns the key at which the sequence of query `i` of row `b` of a batch begins. Padding that tensors name is
@@ -24,16 +28,17 @@ impl AttentionMask {
     }
 
     /// Returns the mask with the padding on the left that its boolean masks and biases name, for `b` sequences of `t_q`
-    /// queries and `t_kv` keys. The tensors are copied to the CPU, once for each mask.
+    /// queries and `t_kv` keys. The tensors are copied to the CPU. Tensors that are added later, such as a layer's
+    /// relative bias, are no padding.
     ///
     /// # Errors
     /// If the copies do not fit in memory.
     pub(crate) fn with_padded_columns(&self, b: usize, t_q: usize, t_kv: usize) -> Result<Self> {
         let is_known = self.constraints.iter().any(|constraint| matches!(constraint, Constraint::Padded(_)));
-        if is_known || self.tensor_kind().is_none() || t_q == 0 || t_kv == 0 {
+        if is_known || t_q == 0 || t_kv == 0 {
             return Ok(self.clone());
         }
-        let mut columns = vec![0; b];
+        let mut columns = if self.tensor_kind().is_some() { vec![0; b] } else { Vec::new() };
         for tensor in self.bool_masks.iter().chain(&self.biases) {
             let found = padded_columns(tensor, t_q, t_kv)?;
             for (sequence, most) in columns.iter_mut().enumerate() {

@@ -135,7 +135,7 @@ fn gathered(op: &str, table: &Tensor, indices: impl Iterator<Item = usize>, shap
 
 /// Attention temperature tuning of Llama 4 and Ministral 3 (<https://arxiv.org/abs/2501.19399>): a query at position p
 /// is multiplied by `1 + beta · ln(1 + floor((p + first) / interval))`, so that the attention weights of long contexts
-/// stay sharp. Positions count within each sequence, without padding on the left, unless the call gives them.
+/// stay sharp. Positions count within each sequence, without padding on the left, unless the call sets them.
 ///
 /// ```
 /// use candle_attention::{MultiHeadAttentionConfig, AttentionTemperature};

@@ -347,15 +347,12 @@ impl MultiHeadLatentAttention {
     /// attention output is of latents (B, H, T, rank), and otherwise of values (B, H, T, D_v).
     fn prepare<'a>(&'a self, input: &AttentionInput<'a>, absorbs: Option<bool>) -> Result<PreparedCall<'a>> {
         let cfg = &self.config;
-        let CheckedLatentInput { xs, tokens, rotation, residual } = self.validate(input)?;
+        let CheckedLatentInput { xs, tokens, mask, rotation, residual } = self.validate(input)?;
         let t = xs.dim(1)?;
         let is_cached = input.any_cache().is_some();
         let absorbs = is_cached && absorbs.unwrap_or_else(|| cfg.absorbs(t, tokens.longest()));
         let rows = self.latent_rows(&xs, rotation.as_ref())?;
         let q = self.project_queries(&xs, rotation.as_ref(), absorbs)?;
-        let b = xs.dim(0)?;
-        let call = MaskedCall { op: OP, tokens: &tokens, b, t_kv: t, device: xs.device(), has_temperature: false };
-        let mask = input.whole_mask(&self.mask, call)?;
         let mut cache_after = None;
         let keys = if let Some(cache) = &input.cache {
             let mut staged = cache.stage(&tokens, &rows, None, cfg.kv_lora_rank())?;
@@ -403,7 +400,13 @@ impl MultiHeadLatentAttention {
         input.check_packed(OP, &xs, t)?;
         warnings::about_lengths(OP, input, t);
         let tokens = input.tokens(OP, b, t, &self.mask)?;
-        let positions = input.call_positions(OP, &tokens, t, None, cfg.rotates())?;
+        let mut positions = input.call_positions(OP, &tokens, t, None, cfg.rotates())?;
+        let counts_positions = cfg.rope().scaling().depends_on_length();
+        let call = MaskedCall { op: OP, tokens: &tokens, b, t_kv: t, device: xs.device(), counts_positions };
+        let mask = input.whole_mask(&self.mask, call)?;
+        if counts_positions && let Some(positions) = &mut positions {
+            positions.after_first_key = input.after_first_key(&positions.queries, &mask, b)?;
+        }
         let width = cfg.num_heads() * (2 * cfg.head_dim() + cfg.value_head_dim() + cfg.kv_lora_rank());
         if !is_addressable(&[b, t, width]) {
             bail!("[{OP}] queries {:?} are too large to address", input.queries.dims())
@@ -415,10 +418,10 @@ impl MultiHeadLatentAttention {
             warnings::about_dropout(OP, cache);
         }
         let rotation = match positions {
-            Some(positions) => Some(self.rotary.at(&positions.queries)?),
+            Some(positions) => Some(self.rotary.at_length(&positions.queries, positions.length_of_sequences())?),
             None => None,
         };
-        Ok(CheckedLatentInput { xs, tokens, rotation, residual })
+        Ok(CheckedLatentInput { xs, tokens, mask, rotation, residual })
     }
 
     /// Returns the normalised latent and the rotated shared key of each token, (B, 1, T, rank + rope): the rows that a
@@ -461,6 +464,8 @@ struct CheckedLatentInput {
     /// (B, T, E).
     xs: Tensor,
     tokens: NewTokens,
+    /// The mask of the layer and of the call together.
+    mask: AttentionMask,
     /// The rotation at the tokens' positions, if the layer rotates.
     rotation: Option<Rotation>,
     /// (B, T, E).

@@ -81,45 +81,63 @@ pub(super) struct Tables {
     /// For calls within the original context, and beyond it.
     regular: [RwLock<Arc<Angles>>; 2],
     /// For positions outside of the tables, axis by axis.
-    latest: Latest<Vec<f32>, Arc<Angles>>,
+    latest: Latest<CallOnAxes, Arc<Angles>>,
+}
+
+/// The positions of a call, axis by axis and row by row.
+#[derive(Debug, PartialEq)]
+struct CallOnAxes {
+    positions: Vec<f32>,
+    /// The length of the call, by which frequencies may be scaled.
+    length: usize,
 }
 
 impl RotaryEmbedding {
-    /// Returns the rotation of one call, whose tensors are (B, T, H, D).
+    /// Returns the rotation of one call, whose tensors are (B, T, H, D). Its length is the largest position + 1.
     ///
     /// # Errors
     /// For a position past the end of given tables.
     pub(crate) fn at(&self, positions: &Positions) -> Result<Rotation> {
-        let length = positions.length;
+        self.at_length(positions, positions.length)
+    }
+
+    /// Returns the rotation of one call of a length by which frequencies may be scaled.
+    ///
+    /// # Errors
+    /// As [`at`](Self::at).
+    pub(crate) fn at_length(&self, positions: &Positions, length: usize) -> Result<Rotation> {
         let scaling = self.config.scaling();
         let is_long = is_long(scaling, length);
         let table = match &self.given {
-            Some(given) if length > given.rows() => {
-                bail!("[rope] position {} is past the given tables of {} positions", length - 1, given.rows())
+            Some(given) if positions.length > given.rows() => {
+                bail!("[rope] position {} is past the given tables of {} positions", positions.length - 1, given.rows())
             }
             Some(given) => Some(given.clone()),
             // The frequencies are different for every length.
             None if is_long && matches!(scaling, RopeScaling::Dynamic { .. }) => None,
-            None => self.table(&self.tables.regular[usize::from(is_long)], positions),
+            None => self.table(&self.tables.regular[usize::from(is_long)], positions, length),
         };
         match table {
             Some(angles) => Ok(self.rotation(angles, positions.entries.as_slice().into())),
             None => {
                 let on_one_axis: Vec<_> = positions.entries.iter().map(|&position| position as f32).collect();
-                self.on_axes(&on_one_axis.repeat(self.config.num_axes()))
+                self.on_axes_of_length(&on_one_axis.repeat(self.config.num_axes()), length)
             }
         }
     }
 
     /// Returns the rotation at positions on the config's axes, axis by axis and row by row.
     pub(crate) fn on_axes(&self, positions: &[f32]) -> Result<Rotation> {
+        let length = positions.iter().map(|&entry| entry.max(0.0) as usize + 1).max();
+        self.on_axes_of_length(positions, length.unwrap_or(0))
+    }
+
+    fn on_axes_of_length(&self, positions: &[f32], length: usize) -> Result<Rotation> {
         let rows = positions.len() / self.config.num_axes();
-        let compute = || {
-            let length = positions.iter().map(|&entry| entry.max(0.0) as usize + 1).max();
-            Ok(self.angles(length.unwrap_or(0), rows, |axis, row| positions[axis * rows + row]))
-        };
-        let is_same = |latest_positions: &Vec<f32>| latest_positions == positions;
-        let angles = latest(&self.tables.latest, is_same, compute, |_| Some(positions.to_vec()))?;
+        let compute = || Ok(self.angles(length, rows, |axis, row| positions[axis * rows + row]));
+        let is_same = |call: &CallOnAxes| call.length == length && call.positions == positions;
+        let key = |_: &Arc<Angles>| Some(CallOnAxes { positions: positions.to_vec(), length });
+        let angles = latest(&self.tables.latest, is_same, compute, key)?;
         Ok(self.rotation(angles, (0..rows as u32).collect()))
     }
 
@@ -132,20 +150,21 @@ impl RotaryEmbedding {
         self.config.rotary_dim(self.head_dim) / 2
     }
 
-    /// Returns a table up to the last position; `None` if most of it would be computed for a few large positions.
-    fn table(&self, table: &RwLock<Arc<Angles>>, positions: &Positions) -> Option<Arc<Angles>> {
+    /// Returns a table up to the last position, for calls of a length; `None` if most of it would be computed for a few
+    /// large positions.
+    fn table(&self, table: &RwLock<Arc<Angles>>, positions: &Positions, length: usize) -> Option<Arc<Angles>> {
         let angles = table.read().unwrap_or_else(PoisonError::into_inner).clone();
-        let length = positions.length;
+        let needed = positions.length;
         let rows = angles.rows();
-        if length <= rows {
+        if needed <= rows {
             return Some(angles);
         }
         let most = TABLE_ENTRIES / self.half();
-        if length > most || length > (4 * positions.entries.len()).max(2 * rows).max(256) {
+        if needed > most || needed > (4 * positions.entries.len()).max(2 * rows).max(256) {
             return None;
         }
         // Not under the lock: a thread that computes rows may steal work that needs the same lock.
-        let grown = self.angles(length, length.next_power_of_two().min(most), |_, row| row as f32);
+        let grown = self.angles(length, needed.next_power_of_two().min(most), |_, row| row as f32);
         let mut current = table.write().unwrap_or_else(PoisonError::into_inner);
         if grown.rows() > current.rows() {
             *current = grown;

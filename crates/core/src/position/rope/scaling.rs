@@ -20,8 +20,9 @@ pub enum RopeScaling {
         /// The length of the context as a multiple of the training's.
         factor: f64,
     },
-    /// "NTK" scaling: the base grows with the length of the call (its largest position + 1) if that is more than
-    /// `original_context`. Keys in a cache stay rotated by the base of their own call.
+    /// "NTK" scaling: the base grows with the length of the call if that is more than `original_context`. The length is
+    /// the largest position + 1, without padding on the left that a mask names. Keys in a cache stay rotated by the
+    /// base of their own call.
     Dynamic {
         /// The length of the context as a multiple of the training's.
         factor: f64,
@@ -104,6 +105,11 @@ fn default_truncate() -> bool {
 }
 
 impl RopeScaling {
+    /// Returns whether frequencies depend on the length of a call.
+    pub(crate) fn depends_on_length(&self) -> bool {
+        matches!(self, Self::Dynamic { .. } | Self::LongRope { .. })
+    }
+
     /// Returns whether a call that reaches `len` positions has other frequencies than a call that reached `earlier`
     /// positions.
     pub(super) fn frequencies_differ(&self, earlier: usize, len: usize) -> bool {
