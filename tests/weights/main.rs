@@ -4,6 +4,7 @@
 mod common;
 
 mod folders;
+mod forgotten;
 mod grid;
 mod image_models;
 mod norm_names;

@@ -121,7 +121,10 @@ fn option_of_outputs(
             Some(format!("with_head_dim({})", outputs / num_heads))
         }
         [Key] => key_heads(outputs, cfg.head_dim()),
-        [Value] => key_heads(outputs, cfg.value_head_dim()),
+        // The keys, which are read first, have fitted the number of key heads.
+        [Value] if outputs > 0 && outputs.is_multiple_of(cfg.num_kv_heads()) => {
+            Some(format!("with_value_head_dim({})", outputs / cfg.num_kv_heads()))
+        }
         [Output] => Some(format!("with_out_dim({outputs})")),
         [Query, Key, Value] => {
             let rest = outputs.checked_sub(projection_shape(cfg, Query).outputs)?;
