@@ -280,12 +280,12 @@ mod tests {
             assert_eq!(cache.read(&key("source", &[])), None, "folder of mode {mode:o}");
             cache.write(&key("other", &[]), b"program");
             only_file(folder.path())?;
-            let (cache, folder) = folder_with_a_program()?;
-            set_mode(&only_file(folder.path())?, mode)?;
-            assert_eq!(cache.read(&key("source", &[])), None, "file of mode {mode:o}");
+            let (other_cache, other_folder) = folder_with_a_program()?;
+            set_mode(&only_file(other_folder.path())?, mode)?;
+            assert_eq!(other_cache.read(&key("source", &[])), None, "file of mode {mode:o}");
             // It is replaced.
-            cache.write(&key("source", &[]), b"program");
-            assert_eq!(cache.read(&key("source", &[])).as_deref(), Some(&b"program"[..]));
+            other_cache.write(&key("source", &[]), b"program");
+            assert_eq!(other_cache.read(&key("source", &[])).as_deref(), Some(&b"program"[..]));
         }
         Ok(())
     }

@@ -41,8 +41,8 @@ fn call_of_more_blocks_than_a_grid_has_is_a_reason() -> Result<()> {
     let reason = call.plan().expect_err("a reason");
     assert!(reason.reason().contains("blocks, expected at most 2147483647 in all"), "{reason}");
     let wanted = RequestedGradients { q: true, ..RequestedGradients::default() };
-    let reason = call.plan_backward(wanted).expect_err("a reason");
-    assert!(reason.reason().contains("blocks, expected at most 2147483647 in all"), "{reason}");
+    let backward_reason = call.plan_backward(wanted).expect_err("a reason");
+    assert!(backward_reason.reason().contains("blocks, expected at most 2147483647 in all"), "{backward_reason}");
     Ok(())
 }
 
