@@ -8,8 +8,8 @@ use candle_attention::{
     AttentionInput, GatedDeltaNet, HeadShard, MultiHeadAttention, WeightLayout, hf, rms_norm_plus_one,
 };
 use candle_core::{DType, Result, Tensor};
-use candle_nn::VarBuilder;
 use candle_nn::var_builder::ShardedSafeTensors;
+use candle_nn::{VarBuilder, VarMap};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -293,5 +293,43 @@ fn mlx_split_of_latent_attention_is_an_error_that_names_mlx() -> Result<()> {
     let vb = folder.open()?;
     let text = error_text(hf::load_latent_attention(&model.config, 0, vb));
     assert!(text.contains("kv_b_proj.weight is missing") && text.contains("MLX converted this model"), "{text}");
+    Ok(())
+}
+
+/// Checks Step 3.5, which has no layers of linear attention, and the norms of its blocks.
+#[test]
+fn mlx_norms_of_step_match_the_model_before_its_conversion() -> Result<()> {
+    let config = json!({
+        "model_type": "step3p5", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
+        "num_attention_groups": 1, "head_dim": 16,
+    });
+    let vars = VarMap::new();
+    let own = hf::attention_config(&config, 0)?;
+    let fresh = MultiHeadAttention::new(&own, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+    let mut tensors = Tensors::new();
+    for (name, tensor) in fresh.state_dict(WeightLayout::Canonical)? {
+        let tensor = if name.contains("_norm") { Tensor::randn(0f32, 1., tensor.shape(), &CPU)? } else { tensor };
+        tensors.insert(format!("model.layers.0.self_attn.{name}"), tensor);
+    }
+    let xs = Tensor::randn(0f32, 1., (1, 4, 32), &CPU)?;
+    let expected =
+        hf::load_attention(&config, 0, VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU))?.forward(&xs)?;
+    let mut changed = converted(&tensors, true)?;
+    let blocks = ["model.norm.weight", "model.layers.0.input_layernorm.weight"];
+    for name in blocks {
+        changed.insert(name.into(), Tensor::full(1.25f32, 32, &CPU)?);
+    }
+    let model = Model { name: "step3p5".into(), config, weights: tensors, golden: Tensors::new() };
+    for form in Form::ALL.into_iter().filter(|form| form.header) {
+        let folder = form.write(&model, &changed)?;
+        let vb = folder.open()?;
+        let ys = hf::load_attention(&model.config, 0, vb.clone())?.forward(&xs)?;
+        model.assert_close(&ys, &expected, &format!("{form:?}"));
+        if form.config {
+            for name in blocks {
+                assert_close(&vb.get(32, name)?, &Tensor::full(0.25f32, 32, &CPU)?, 0.0, name);
+            }
+        }
+    }
     Ok(())
 }
