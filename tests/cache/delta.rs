@@ -54,8 +54,8 @@ fn delta_cache_truncate_with_sequences_of_different_lengths_restores_snapshots_o
         let random = &mut Random::new(seed);
         let xs = wave(2, 4, E, seed as f32)?;
         let mut cache = DeltaCache::default();
-        let step = |cache: &mut DeltaCache, lens: [usize; 2]| {
-            net.forward_with(DeltaInput::new(&xs).with_valid_lens(&lens[..]).with_cache(cache))
+        let step = |state: &mut DeltaCache, lens: [usize; 2]| {
+            net.forward_with(DeltaInput::new(&xs).with_valid_lens(&lens[..]).with_cache(state))
         };
         let mut after_snapshots = Vec::new();
         for _ in 0..3 {
@@ -95,8 +95,8 @@ fn delta_cache_truncate_to_longest_of_different_lengths_names_truncate_to() -> R
     let net = net(DType::F32)?;
     let xs = wave(2, 9, E, 0.0)?;
     let mut cache = DeltaCache::default();
-    let step = |cache: &mut DeltaCache, lens: &[usize]| {
-        net.forward_with(DeltaInput::new(&xs).with_valid_lens(lens).with_cache(cache))
+    let step = |state: &mut DeltaCache, lens: &[usize]| {
+        net.forward_with(DeltaInput::new(&xs).with_valid_lens(lens).with_cache(state))
     };
     step(&mut cache, &[9, 3])?;
     cache.snapshot();
