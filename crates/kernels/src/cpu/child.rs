@@ -10,6 +10,10 @@ static OWNER: AtomicU32 = AtomicU32::new(0);
 ///
 /// The child has none of the helper threads, and a lock that a thread held at the fork stays locked in it.
 pub(super) fn is_child() -> bool {
+    // Other systems have no `fork`, and WebAssembly has no numbers of processes.
+    if !cfg!(unix) {
+        return false;
+    }
     let own = process::id();
     match OWNER.compare_exchange(0, own, Ordering::Relaxed, Ordering::Relaxed) {
         Ok(_) => false,

@@ -57,8 +57,7 @@ fn call_whose_cuda_kernels_do_not_compile_matches_reference() -> Result<()> {
     let q = Var::from_tensor(&generator.randn((1, 2, 3, 16))?)?;
     let (k, v) = (generator.randn((1, 2, 9, 16))?, generator.randn((1, 2, 9, 16))?);
     let options = SdpaOptions::default();
-    let call =
-        |options: &SdpaOptions| Call::new("test", Qkv { q: &q, k: &k, v: &v }, None, &AttentionMask::causal(), options);
+    let call = |own: &SdpaOptions| Call::new("test", Qkv { q: &q, k: &k, v: &v }, None, &AttentionMask::causal(), own);
     let results = |output: Tensor| -> Result<[Vec<f32>; 2]> {
         let gradients = output.sqr()?.sum_all()?.backward()?;
         let of_q = gradients.get(&q).expect("a gradient").flatten_all()?.to_vec1()?;
@@ -74,9 +73,9 @@ fn call_whose_cuda_kernels_do_not_compile_matches_reference() -> Result<()> {
         assert!(reason.contains("no memory"), "{reason}");
         Ok(())
     })?;
-    let cuda_call = planned()?;
+    let fused_call = planned()?;
     let fused = call(&options.with_backend(Backend::Fused))?;
-    let error = without_programs("no memory", || run_on(Choice::Cuda(Box::new(cuda_call)), fused, OutputOnly));
-    assert!(error.err().expect("an error").to_string().contains("no memory"));
+    let error = without_programs("no memory", || run_on(Choice::Cuda(Box::new(fused_call)), fused, OutputOnly));
+    assert!(error.expect_err("an error").to_string().contains("no memory"));
     Ok(())
 }
