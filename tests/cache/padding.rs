@@ -191,23 +191,23 @@ fn chunks_and_temperature_of_documents_match_documents_alone(device: &Device) ->
             Ok(())
         };
         let starts: Vec<_> = begins.iter().zip(&lens).flat_map(|(&begin, &len)| vec![begin; len]).collect();
-        let mask = AttentionMask::none().with_starts(vec![starts]);
+        let of_documents = AttentionMask::none().with_starts(vec![starts]);
         let positions = Tensor::from_iter(lens.iter().flat_map(|&len| 0..len as u32), device)?;
-        let input = || AttentionInput::new(&xs).with_mask(&mask);
-        check(&batch.run(input())?.squeeze(0)?, "starts of documents")?;
-        check(&batch.run(input().with_positions(&positions))?.squeeze(0)?, "starts and positions of documents")?;
+        let documents = || AttentionInput::new(&xs).with_mask(&of_documents);
+        check(&batch.run(documents())?.squeeze(0)?, "starts of documents")?;
+        check(&batch.run(documents().with_positions(&positions))?.squeeze(0)?, "starts and positions of documents")?;
 
         // Packed, without padding and with padding on the left of each sequence.
         let sequences = PackedSequences::from_lens(&lens, &lens)?;
         let packed = xs.squeeze(0)?;
-        let input = || AttentionInput::new(&packed).with_packed(&sequences);
-        check(&batch.run(input())?, "packed sequences")?;
-        check(&batch.run(input().with_positions(&positions))?, "packed sequences and positions")?;
+        let in_one_row = || AttentionInput::new(&packed).with_packed(&sequences);
+        check(&batch.run(in_one_row())?, "packed sequences")?;
+        check(&batch.run(in_one_row().with_positions(&positions))?, "packed sequences and positions")?;
         let t = batch.padded_len(random);
         let padded = batch.padded(t)?.reshape((batch.rows.len() * t, WIDTH))?;
-        let sequences = PackedSequences::from_lens(&vec![t; lens.len()], &vec![t; lens.len()])?;
-        let mask = AttentionMask::none().with_starts(batch.starts(t));
-        let found = batch.run(AttentionInput::new(&padded).with_packed(&sequences).with_mask(&mask))?;
+        let of_one_length = PackedSequences::from_lens(&vec![t; lens.len()], &vec![t; lens.len()])?;
+        let of_padding = AttentionMask::none().with_starts(batch.starts(t));
+        let found = batch.run(AttentionInput::new(&padded).with_packed(&of_one_length).with_mask(&of_padding))?;
         batch.check_padded(&found.reshape((lens.len(), t, WIDTH))?, t, "packed sequences with starts")?;
     }
     Ok(())
@@ -332,10 +332,9 @@ fn chunks_and_temperature_over_keys_of_earlier_layer_match_rows_alone(device: &D
                     starts: (!is_stored && begin == 0).then_some(starts.as_slice()),
                     positions: with_positions.then_some(&of_piece),
                 };
-                let input = given.add_to(AttentionInput::new(&piece).with_cache(&mut cache));
-                batch.run(input)?;
-                let input = given.add_to(AttentionInput::new(&piece).with_shared_cache(&cache));
-                let found = later.forward_with(input.with_backend(batch.backend))?;
+                batch.run(given.add_to(AttentionInput::new(&piece).with_cache(&mut cache)))?;
+                let of_later = given.add_to(AttentionInput::new(&piece).with_shared_cache(&cache));
+                let found = later.forward_with(of_later.with_backend(batch.backend))?;
                 for (row, &start) in starts.iter().enumerate() {
                     let first = start.max(begin);
                     let way = format!("keys of an earlier layer, stored padding: {is_stored}, from {begin} to {end}");
@@ -366,12 +365,12 @@ fn rope_scaled_by_length_of_left_padded_rows_matches_rows_alone(device: &Device)
         let config = Config::new(WIDTH, 2).with_causal(true).with_rope(rope);
         let config = if random.chance(0.5) { config.with_chunk(3) } else { config };
         let mut batch = Batch::of(config, random, device)?;
-        let t = batch.len(0).min(6);
+        let len = batch.len(0).min(6);
         for (row, alone) in batch.rows.iter_mut().zip(&mut batch.alone) {
-            *row = wave(1, t, WIDTH, random.up_to(9) as f32)?.to_device(device)?;
+            *row = wave(1, len, WIDTH, random.up_to(9) as f32)?.to_device(device)?;
             *alone = batch.layer.forward(row)?;
         }
-        let t = t + random.up_to(4);
+        let t = len + random.up_to(4);
         let xs = batch.padded(t)?;
         for (way, mask) in padding_masks(&batch, t)? {
             batch.check_padded(&batch.run(AttentionInput::new(&xs).with_mask(&mask))?, t, way)?;
@@ -387,14 +386,15 @@ fn positions_with_chunks_of_other_keys_are_an_error() -> Result<()> {
     let xs = wave(1, 3, WIDTH, 0.0)?;
     let others = wave(1, 4, WIDTH, 1.0)?;
     let positions = Tensor::new(&[0u32, 1, 2], &CPU)?;
-    let input = AttentionInput::new(&xs).with_key_value(&others, &others).with_positions(&positions);
-    let text = error_text(layer.forward_with(input));
+    let other_keys = AttentionInput::new(&xs).with_key_value(&others, &others).with_positions(&positions);
+    let text = error_text(layer.forward_with(other_keys));
     assert!(text.contains("positions were given with keys of other inputs and a mask that has chunks"), "{text}");
     let offset = AttentionMask::causal_with_offset(1).with_chunk(2);
-    let text = error_text(layer.forward_with(AttentionInput::new(&xs).with_mask(&offset).with_positions(&positions)));
+    let at_offset = AttentionInput::new(&xs).with_mask(&offset).with_positions(&positions);
+    let of_offset = error_text(layer.forward_with(at_offset));
     assert!(
-        text.contains("chunks of a mask count from key 1 for query 0 of sequence 0, expected its own key 0"),
-        "{text}"
+        of_offset.contains("chunks of a mask count from key 1 for query 0 of sequence 0, expected its own key 0"),
+        "{of_offset}"
     );
     Ok(())
 }
