@@ -4,15 +4,18 @@
 
 static int failures = 0, comparisons = 0;
 
-// Compares numbers; the error is relative to the largest of them.
+// Compares numbers; the error is relative to the largest of them. Where a gradient is not finite, it may be NaN or
+// infinite.
 static void compare(const Case& c, const char* what, const std::vector<double>& found,
                     const std::vector<double>& expected, double tolerance, double least_top = 0.05) {
+    const bool is_gradient = strstr(what, "gradient");
     double worst = 0, top = least_top;
     size_t at = 0;
     for (double x : expected)
         if (std::isfinite(x)) top = std::max(top, std::fabs(x));
     for (size_t i = 0; i < expected.size(); i++) {
-        const bool is_equal = expected[i] == found[i] || (std::isnan(expected[i]) && std::isnan(found[i]));
+        const bool is_equal = expected[i] == found[i] || (std::isnan(expected[i]) && std::isnan(found[i])) ||
+                              (is_gradient && !std::isfinite(expected[i]) && !std::isfinite(found[i]));
         double error = is_equal ? 0 : std::fabs(expected[i] - found[i]) / top;
         if (std::isnan(error)) error = 1e30;
         if (error > worst) worst = error, at = i;
@@ -91,7 +94,7 @@ struct Gradients {
           k(call.batches, call.c.key_heads, call.key_count, HEAD_DIM, row_pitch(HEAD_DIM), call.c.is_bthd, "dk"),
           v(call.batches, call.c.key_heads, call.key_count, VALUE_DIM, row_pitch(VALUE_DIM), call.c.is_bthd, "dv"),
           delta(call.rows(), "delta"), sinks(call.c.heads, "sink_gradient"), slopes(call.c.heads, "slope_gradient"),
-          relative_bias(size_t(call.c.heads) * call.relative_length, "relative_bias_gradient"),
+          relative_bias(size_t(call.c.heads) * call.relative_length, "relative_bias_gradient", 0),
           bias(size_t(call.arguments.bias_sequences) * call.arguments.bias_heads * call.arguments.bias_queries *
                    call.arguments.bias_keys, "bias_gradient"),
           scores(BIAS_GRADIENT ? call.rows() * call.key_count : 0, "score_gradient", 0),
@@ -100,7 +103,8 @@ struct Gradients {
           query_sums(FUSED_BACKWARD ? tiles(call, query_tiles) * BACKWARD_QUERIES * HEAD_COLUMNS : 0,
                      "query_gradient_sums"),
           slope_parts(SLOPE_GRADIENT ? tiles(call, key_blocks) * KEY_WARPS : 0, "slope_gradient_parts", 0),
-          relative_bias_parts(RELATIVE_BIAS_GRADIENT ? tiles(call, key_blocks) * call.relative_length : 0,
+          relative_bias_parts(RELATIVE_BIAS_GRADIENT ? size_t(call.launch_pairs()) * call.c.heads / call.c.key_heads *
+                                                           key_blocks * call.relative_length : 0,
                               "relative_bias_parts", 0),
           turns(tiles(call, query_tiles), "query_gradient_turns") {
         AttentionArguments& a = call.arguments;
@@ -132,8 +136,17 @@ static bool run_backward(Call& call, const Gradients& gradients) {
                                 QUERY_SHARED_BYTES, a, attention_backward_queries);
 #endif
     a.blocks = a.key_blocks;
-    is_good = is_good && launch(c, "attention_backward_keys", a.blocks * a.key_heads * a.sequences, 1, 1, KEY_THREADS,
-                                KEY_SHARED_BYTES, a, attention_backward_keys, FUSED_BACKWARD);
+    const int pairs = a.key_heads * a.sequences;
+    for (a.first_pair = 0; is_good && a.first_pair < pairs; a.first_pair += a.pairs) {
+        a.pairs = std::min(call.launch_pairs(), pairs - a.first_pair);
+        is_good = launch(c, "attention_backward_keys", a.blocks * a.pairs, 1, 1, KEY_THREADS, KEY_SHARED_BYTES, a,
+                         attention_backward_keys, FUSED_BACKWARD);
+#if RELATIVE_BIAS_GRADIENT
+        is_good = is_good && launch(c, "attention_backward_relative_bias",
+                                    quotient(a.relative_bias_length, SMALL_BLOCK_THREADS), a.heads, 1,
+                                    SMALL_BLOCK_THREADS, 0, a, attention_backward_relative_bias);
+#endif
+    }
 #if FUSED_BACKWARD
     is_good = is_good && launch(c, "attention_backward_finish", a.query_tiles, a.heads, a.sequences, KEY_THREADS, 0, a,
                                 attention_backward_finish);
@@ -146,11 +159,6 @@ static bool run_backward(Call& call, const Gradients& gradients) {
 #if SLOPE_GRADIENT
     is_good = is_good && launch(c, "attention_backward_slopes", a.heads, 1, 1, SMALL_BLOCK_THREADS, 16, a,
                                 attention_backward_slopes);
-#endif
-#if RELATIVE_BIAS_GRADIENT
-    is_good = is_good && launch(c, "attention_backward_relative_bias",
-                                quotient(a.relative_bias_length, SMALL_BLOCK_THREADS), a.heads, 1,
-                                SMALL_BLOCK_THREADS, 0, a, attention_backward_relative_bias);
 #endif
     return is_good && gradients.q.rows == call.query_count;
 }
@@ -190,7 +198,7 @@ static void test(const Case& c) {
     if (c.has_log_sum_exp)
         compare(c, "log-sum-exp", to_vector(call.log_sum_exp), reference.log_sum_exp, ELEMENT == 2 ? 2e-6 : 2e-5);
 #if KERNEL_SET & 4
-    if (c.backward && !c.is_decode && c.has_log_sum_exp) test_backward(call, reference);
+    if (c.backward) test_backward(call, reference);
 #endif
 }
 
@@ -225,10 +233,22 @@ static std::vector<Case> list_cases() {
     add("sinks and lengths", [](Case& c) { c.has_sinks = c.has_lengths = c.has_log_sum_exp_gradient = true; });
     add("sinks and fully masked rows", [](Case& c) { c.has_sinks = c.causal = c.has_query_intervals = true; });
     add("keys of one sequence for all", [](Case& c) { c.shares_keys = true, c.backward = false, c.queries = 40; });
-    add("special values", [](Case& c) { c.causal = c.has_special = true, c.backward = false, c.scale = 0.05; });
+    add("special values", [](Case& c) { c.causal = c.has_special = true, c.scale = 0.05; });
     add("special values in a window", [](Case& c) {
-        c.causal = c.has_special = c.has_lengths = true, c.backward = false, c.scale = 0.05;
+        c.causal = c.has_special = c.has_lengths = true, c.scale = 0.05;
         c.window_left = 30, c.queries = 130;
+    });
+    add("special keys", [](Case& c) { c.has_special_keys = true, c.queries = 40; });
+    add("special keys, causal", [](Case& c) { c.causal = c.has_special_keys = true, c.queries = c.keys = 140; });
+    add("special keys in a window", [](Case& c) { c.causal = c.has_special_keys = true, c.window_left = 40; });
+    add("special queries, causal", [](Case& c) { c.causal = c.has_special_queries = true, c.queries = c.keys = 140; });
+    add("special queries in a window, packed", [](Case& c) {
+        c.has_special_queries = c.is_packed = true, c.window_left = c.window_right = 20;
+    });
+    add("special gradients of the output", [](Case& c) { c.causal = c.has_special_gradients = true; });
+    add("large values", [](Case& c) { c.has_large_values = true, c.backward = false, c.scale = 0.01, c.queries = 40; });
+    add("large sinks", [](Case& c) {
+        c.has_sinks = c.has_large_sinks = c.has_query_intervals = c.has_log_sum_exp_gradient = true;
     });
     add("packed", [](Case& c) { c.is_packed = true, c.sequences = 4; });
     add("packed, causal, sinks", [](Case& c) {
@@ -240,7 +260,12 @@ static std::vector<Case> list_cases() {
     add("a bias of all queries", [](Case& c) { c.one_query = true, c.queries = 140; });
     add("a bias of all keys", [](Case& c) { c.one_key = true, c.queries = 40; });
     add("a bias of all but keys", [](Case& c) { c.one_sequence = c.one_head = c.one_query = true, c.keys = 77; });
-    add("a row of the least biases", [](Case& c) { c.has_least_bias = true, c.backward = false, c.queries = 20; });
+    add("large biases", [](Case& c) { c.has_large_biases = true, c.queries = 70; });
+    add("large biases, causal, sinks", [](Case& c) {
+        c.has_large_biases = c.causal = c.has_sinks = c.has_log_sum_exp_gradient = true;
+    });
+    add("packed, large biases", [](Case& c) { c.has_large_biases = c.is_packed = true, c.sequences = 3; });
+    add("few pairs in a launch", [](Case& c) { c.pairs_of_launch = 3, c.sequences = 4, c.queries = c.keys = 70; });
     for (int splits : {1, 3, 40}) {
         auto add_decode = [&](const char* name, auto set) {
             add(name, [&](Case& c) { c.is_decode = true, c.backward = false, c.splits = splits, set(c); });
@@ -255,12 +280,16 @@ static std::vector<Case> list_cases() {
         add_decode("decode, special values", [](Case& c) {
             c.queries = 9, c.keys = 200, c.causal = c.has_special = true, c.scale = 0.05;
         });
+        add_decode("decode, special keys", [](Case& c) {
+            c.queries = 9, c.keys = 200, c.causal = c.has_special_keys = true;
+        });
+        add_decode("decode, large sinks", [](Case& c) { c.queries = 2, c.has_sinks = c.has_large_sinks = true; });
         add_decode("decode, starts", [](Case& c) { c.queries = 2, c.keys = 200, c.has_starts = c.has_origins = true; });
         add_decode("decode, keys of one sequence for all", [](Case& c) {
             c.queries = 1, c.keys = 90, c.shares_keys = true, c.is_bthd = false;
         });
-        add_decode("decode, a row of the least biases", [](Case& c) {
-            c.queries = 2, c.keys = 90, c.has_least_bias = true;
+        add_decode("decode, large biases", [](Case& c) {
+            c.queries = 2, c.keys = 90, c.has_large_biases = c.backward = c.has_sinks = true;
         });
         add_decode("decode, packed", [](Case& c) {
             c.queries = 3, c.keys = 200, c.is_packed = c.causal = true, c.sequences = 4;
@@ -275,11 +304,14 @@ static bool is_for_this_specialisation(const Case& c) {
     const bool is_broadcast = c.one_sequence || c.one_head || c.one_query || c.one_key;
     if (!(KERNEL_SET & (c.is_decode ? 2 : 1))) return false;
     if (has_score_tensor ? c.is_packed : is_broadcast) return false;
-    if (c.has_least_bias && !HAS_BIAS) return false;
+    if (c.has_large_biases && !HAS_BIAS && !HAS_RELATIVE_BIAS) return false;
+    if (c.pairs_of_launch && !RELATIVE_BIAS_GRADIENT) return false;
     // Aligned rows are read in chunks of keys, whose stride is 1.
     if (c.one_key && (HAS_BIAS && ALIGNED_BIAS || HAS_BOOLEAN_MASK && ALIGNED_BOOLEAN_MASK)) return false;
-    // A special value whose weight is 0 (dropped, or a bias of -inf) may reach the output as NaN.
-    return !(c.has_special && (HAS_DROPOUT || HAS_BIAS));
+    const bool has_special_rows = c.has_special_keys || c.has_special_queries || c.has_special_gradients;
+    if (KEY_CODES && (c.has_special_keys || c.has_large_values)) return false;
+    // A query whose biases are all -inf may have NaN where it attends to an infinity.
+    return !((c.has_special || has_special_rows) && HAS_BIAS);
 }
 
 int main() {

@@ -50,7 +50,7 @@ mutate "forward: a sink does not join the sum" "$forward" softmax.cuh '+ exp2_ap
 mutate "forward: chunks of negative positions round towards zero" "$forward" masks.cuh 'rest < 0 ? rest + chunk : rest' 'rest'
 mutate "forward: lengths of the first sequence for all" "$forward" masks.cuh 'arguments.key_lengths + index' 'arguments.key_lengths'
 mutate "forward: a bias of the least float overflows" "-DELEMENT=1 -DHEAD_DIM=32 -DFORWARD_WARPS=2 -DKERNEL_SET=1 -DHAS_BIAS=2" \
-    specialization.cuh '(ELEMENT == 2 || HAS_BIAS)' '(ELEMENT == 2)'
+    specialization.cuh '(ELEMENT == 2 || HAS_BIAS || HAS_RELATIVE_BIAS)' '(ELEMENT == 2)'
 mutate "dropout: words of the wrong rows" "$forward -DHAS_DROPOUT=1" dropout.cuh 'is_odd ? query + 8 : query' 'query'
 mutate "ALiBi: positions count from the first query" "$forward -DHAS_ALIBI=1" modifiers.cuh \
     'modifiers.position = sequence.offset;' 'modifiers.position = 0;'
@@ -72,6 +72,15 @@ mutate "backward: no barrier after scores are shared" "$fused" backward_keys.cuh
     'if (WARPS_PER_KEYS > 1 || RELATIVE_BIAS_GRADIENT) block_barrier();' ''
 mutate "backward: blocks in an order that waits for itself" "$fused" key_block.cuh \
     'FUSED_BACKWARD ? place.block : arguments.blocks - 1 - place.block' 'arguments.blocks - 1 - place.block'
+mutate "backward: one number for the log-sum-exp" "$fused -DHAS_BIAS=2" softmax.cuh \
+    'if (!NATURAL_SCORES) {
+        result.statistics.log2_sum += MODIFIES_SCORES ? result.statistics.maximum : result.statistics.maximum * scale;' \
+    'if (true) {
+        result.statistics.log2_sum += result.statistics.maximum * scale;'
+mutate "backward: NaN in queries reaches keys that they do not attend to" "$fused" backward_keys.cuh \
+    'if (is_special) {' 'if (false) {'
+mutate "forward: infinite keys have no score" "-DELEMENT=2 -DHEAD_DIM=16 -DFORWARD_WARPS=2 -DKERNEL_SET=1" forward.cuh \
+    'if (ELEMENT == 2 && is_careful)' 'if (false)'
 mutate "backward: delta of the first head" "$fused" key_block.cuh 'arguments.delta + statistics + row' \
     'arguments.delta + statistics % arguments.query_count + row'
 mutate "backward: tiles of queries are left out" "$fused" key_block.cuh 'keys.y > block.first_key' 'keys.y > block.first_key + 16'

@@ -16,6 +16,7 @@ int main() {
     FIELD(value_scales);
     FIELD(output);
     FIELD(log_sum_exp);
+    FIELD(row_statistics);
     FIELD(bias);
     FIELD(boolean_mask);
     FIELD(alibi_slopes);
@@ -82,6 +83,8 @@ int main() {
     FIELD(section_heads);
     FIELD(query_tiles);
     FIELD(key_blocks);
+    FIELD(first_pair);
+    FIELD(pairs);
     FIELD(scale);
     FIELD(softcap);
     FIELD(kept_weight_factor);

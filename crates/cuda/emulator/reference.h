@@ -14,6 +14,7 @@ private:
         int b, head, query;
         size_t index;                 // in (B, H, T_q)
         Keys keys;
+        std::vector<char> is_attended;
         std::vector<double> scores;   // -inf where a key is masked
         std::vector<double> tanh;     // of the softcap
         std::vector<double> weights;  // before dropout
@@ -22,6 +23,11 @@ private:
     void forward(Call& call, Row& row);
     void backward(Call& call, const Row& row);
 };
+
+// Adds a bias. Next to a large one, a score has the digits of f32.
+inline double plus_bias(double score, double bias) {
+    return std::fabs(bias) > 1e9 ? double(float(score + bias)) : score + bias;
+}
 
 inline double Reference::score(Call& call, Row& row, int key) {
     const Case& c = call.c;
@@ -36,9 +42,9 @@ inline double Reference::score(Call& call, Row& row, int key) {
     if (HAS_RELATIVE_BIAS) {
         const int entry = call.origin(row.b) + key - row.query;
         if (entry >= 0 && entry < call.relative_length)
-            x += call.relative_bias[size_t(row.head) * call.relative_length + entry];
+            x = plus_bias(x, call.relative_bias[size_t(row.head) * call.relative_length + entry]);
     }
-    if (HAS_BIAS) x += call.bias(row.b, row.head, row.query, key);
+    if (HAS_BIAS) x = plus_bias(x, call.bias(row.b, row.head, row.query, key));
     return x;
 }
 
@@ -46,22 +52,26 @@ inline void Reference::forward(Call& call, Row& row) {
     const Case& c = call.c;
     const int keys = call.keys_of(row.b), key_head = row.head / (c.heads / c.key_heads);
     row.scores.assign(keys, -INFINITY), row.tanh.assign(keys, 0), row.weights.assign(keys, 0);
+    row.is_attended.assign(keys, 0);
     double top = c.has_sinks ? call.sinks[row.head] : -INFINITY;
     for (int j = row.keys.first; j < row.keys.end; j++)
-        if (call.is_kept(row.b, row.head, row.query, j))
-            row.scores[j] = score(call, row, j), top = std::max(top, row.scores[j]);
-    double sum = top == -INFINITY ? 0 : c.has_sinks ? std::exp(call.sinks[row.head] - top) : 0;
-    for (double x : row.scores)
-        if (x > -INFINITY) sum += std::exp(x - top);
+        if (call.is_kept(row.b, row.head, row.query, j)) {
+            row.is_attended[j] = 1, row.scores[j] = score(call, row, j);
+            if (row.scores[j] > top) top = row.scores[j]; // NaN reaches the sum
+        }
+    const double reference = top == -INFINITY ? 0 : top;
+    double sum = c.has_sinks ? std::exp(call.sinks[row.head] - reference) : 0;
+    for (double x : row.scores) sum += std::exp(x - reference);
     log_sum_exp[row.index] = sum == 0 ? -INFINITY : top + std::log(sum);
     for (int j = 0; j < keys; j++) {
-        if (!(row.scores[j] > -INFINITY)) continue;
-        row.weights[j] = std::exp(row.scores[j] - top) / sum;
-        if (row.weights[j] == 0 || call.is_dropped(row.b, row.head, row.query, j)) continue;
-        const double weight = row.weights[j] / (1 - DROPOUT);
-        for (int d = 0; d < VALUE_DIM; d++)
-            output[row.index * VALUE_DIM + d] +=
-                weight * call.value(call.key_batch(row.b), key_head, call.first_key(row.b) + j, d);
+        if (!row.is_attended[j]) continue;
+        row.weights[j] = sum == 0 ? 0 : std::exp(row.scores[j] - reference) / sum;
+        const double factor = call.is_dropped(row.b, row.head, row.query, j) ? 0 : 1 / (1 - DROPOUT);
+        for (int d = 0; d < VALUE_DIM; d++) {
+            const double value = call.value(call.key_batch(row.b), key_head, call.first_key(row.b) + j, d);
+            // Values that are not finite reach every query that attends to them.
+            output[row.index * VALUE_DIM + d] += std::isfinite(value) ? row.weights[j] * factor * value : value;
+        }
     }
 }
 
@@ -75,7 +85,7 @@ inline void Reference::backward(Call& call, const Row& row) {
     if (c.has_sinks && log_sum_exp[row.index] > -INFINITY)
         sink_gradient[row.head] -= std::exp(call.sinks[row.head] - log_sum_exp[row.index]) * delta;
     for (int j = 0; j < call.keys_of(row.b); j++) {
-        if (row.weights[j] == 0) continue;
+        if (!row.is_attended[j]) continue;
         const int key_row = call.first_key(row.b) + j;
         const double kept = call.is_dropped(row.b, row.head, row.query, j) ? 0 : 1 / (1 - DROPOUT);
         double weight_gradient = 0;

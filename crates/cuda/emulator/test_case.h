@@ -58,8 +58,14 @@ struct Case {
     bool is_decode = false;
     int splits = 1;
     bool backward = true;
-    bool has_special = false;    // values that are not finite, in rows that queries attend to: no backward pass
-    bool has_least_bias = false; // all biases of a row are the least bf16: no backward pass
+    int pairs_of_launch = 0;     // of a sequence and a key head, in launches of the kernel of keys; 0 for all
+    bool has_special = false;         // values that are not finite, in rows that queries attend to
+    bool has_special_keys = false;    // keys that are not finite: some scores are -inf
+    bool has_special_queries = false;
+    bool has_special_gradients = false; // of the output
+    bool has_large_values = false;    // of up to the largest number
+    bool has_large_sinks = false;
+    bool has_large_biases = false; // biases of a row, and relative biases of a head, are one number, often a large one
     // Dimensions of size 1 of the bias and the boolean mask.
     bool one_sequence = false, one_head = false, one_query = false, one_key = false;
     double scale = 0.3;
@@ -109,7 +115,7 @@ struct Call {
 #else
     Rows<Element> k, v;
 #endif
-    Buffer<float> log_sum_exp, log_sum_exp_gradient, sinks, slopes, relative_bias;
+    Buffer<float> log_sum_exp, row_statistics, log_sum_exp_gradient, sinks, slopes, relative_bias;
     Buffer<int> cumulative_queries, cumulative_keys, offsets, lengths, starts, prefixes, first_keys, end_keys, origins;
     Buffer<u32> dropout_seed;
     Scores<Element> element_bias;
@@ -144,7 +150,8 @@ struct Call {
           k_scales(key_batches(), c.key_heads, key_count, 1, 1, !c.is_bthd, "key_scales"),
           v_scales(key_batches(), c.key_heads, key_count, 1, 2, c.is_bthd, "value_scales"),
 #endif
-          log_sum_exp(rows(), "log_sum_exp"), log_sum_exp_gradient(rows(), "log_sum_exp_gradient"),
+          log_sum_exp(rows(), "log_sum_exp"), row_statistics(2 * rows(), "row_statistics"),
+          log_sum_exp_gradient(rows(), "log_sum_exp_gradient"),
           sinks(c.heads, "sinks"), slopes(c.heads, "alibi_slopes"),
           relative_bias(size_t(c.heads) * relative_length, "relative_bias"),
           cumulative_queries(c.sequences + 1, "cumulative_queries"),
@@ -159,9 +166,14 @@ struct Call {
         describe();
         poison();
         if (c.has_special) put_special_values();
+        if (c.has_special_keys) put_special_keys();
+        if (c.has_special_queries) put_special_rows(q);
+        if (c.has_special_gradients) put_special_rows(output_gradient);
         protect_inputs();
     }
 
+    // The pairs of a sequence and a key head of a launch of the kernel of keys.
+    int launch_pairs() const { return c.pairs_of_launch ? c.pairs_of_launch : c.sequences * c.key_heads; }
     size_t rows() const { return size_t(batches) * c.heads * query_count; }
     int queries_of(int b) const { return query_starts[b + 1] - query_starts[b]; }
     int keys_of(int b) const { return key_starts[b + 1] - key_starts[b]; }
@@ -206,11 +218,14 @@ struct Call {
 
 private:
     void draw_numbers();
+    void draw_large_biases();
     void draw_masks();
     void describe();
     void poison();
     void put_special_values();
     void protect_inputs();
+    void put_special_keys();
+    void put_special_rows(Rows<Element>& rows);
 };
 
 // Forbids kernels to write to what they only read.
@@ -245,12 +260,34 @@ inline void Call::draw_numbers() {
     for (size_t i = 0; i < float_bias.buffer.count; i++)
         float_bias.buffer[i] = float(below(50) == 0 ? -INFINITY : normal());
     for (size_t i = 0; i < boolean_mask.buffer.count; i++) boolean_mask.buffer[i] = below(4) != 0;
-    if (!c.has_least_bias) return;
-    // One row, whose weights are then all the same.
-    for (int j = 0; j < c.keys; j++) {
-        const float least = ELEMENT == 0 && HAS_BIAS == 1 ? -65504.0f : emulator::from_bits(0xff7f0000u);
-        element_bias.buffer[element_bias.index(0, 0, 1, j)] = to_element(least);
-        float_bias.buffer[float_bias.index(0, 0, 1, j)] = least;
+    if (c.has_large_biases) draw_large_biases();
+    if (c.has_large_sinks)
+        for (int h = 0; h < c.heads; h++) sinks[h] = h % 2 ? 3e38f : -3e38f;
+#if !KEY_CODES
+    const double largest = ELEMENT == 0 ? 65504 : 3.38e38;
+    if (c.has_large_values) v.fill([&] { return to_element(uniform(-largest, largest)); });
+#endif
+}
+
+// Next to these numbers, products have no digit left in f32, or few digits next to those of f16: their weights are then
+// all the same.
+inline void Call::draw_large_biases() {
+    const float least = emulator::from_bits(0xff7f0000u); // of bf16
+    const bool is_half = ELEMENT == 0 && HAS_BIAS == 1;
+    const std::vector<float> all = is_half ? std::vector<float>{-65504, -40000, 0}
+                                           : std::vector<float>{least, -1e10f, 1e10f, -1e20f, 0};
+    for (int b = 0; b < (c.one_sequence ? 1 : c.sequences); b++)
+        for (int h = 0; h < (c.one_head ? 1 : c.heads); h++)
+            for (int i = 0; i < (c.one_query ? 1 : c.queries); i++) {
+                const float bias = all[below(int(all.size()))];
+                for (int j = 0; j < (c.one_key ? 1 : c.keys); j++) {
+                    element_bias.buffer[element_bias.index(b, h, i, j)] = to_element(bias);
+                    float_bias.buffer[float_bias.index(b, h, i, j)] = bias;
+                }
+            }
+    for (int h = 0; h < c.heads; h++) {
+        const float bias = h == 0 ? least : all[below(int(all.size()))];
+        for (int n = 0; n < relative_length; n++) relative_bias[size_t(h) * relative_length + n] = bias;
     }
 }
 
@@ -300,6 +337,7 @@ inline void Call::describe() {
 #endif
     if (c.shares_keys) a.key_strides.sequence = a.value_strides.sequence = 0;
     if (c.has_log_sum_exp) a.log_sum_exp = log_sum_exp.data;
+    if (c.backward) a.row_statistics = row_statistics.data;
     if (c.has_log_sum_exp_gradient) a.log_sum_exp_gradient = log_sum_exp_gradient.data;
     a.bias = HAS_BIAS == 2 ? (const void*)float_bias.buffer.data : (const void*)element_bias.buffer.data;
     a.bias_strides = HAS_BIAS == 2 ? float_bias.strides : element_bias.strides;
@@ -361,5 +399,32 @@ inline void Call::put_special_values() {
             for (int d = 0; d < VALUE_DIM; d++)
                 if (below(3)) v.at(b, head, row, d) = to_element(special);
 #endif
+        }
+}
+
+// Puts infinities into a column of some keys, whose scores are then -inf for most queries, and NaN into the last key.
+inline void Call::put_special_keys() {
+#if !KEY_CODES
+    for (int b = 0; b < q.batches; b++)
+        for (int h = 0; h < c.heads; h++)
+            for (int i = 0; i < q.rows; i++) {
+                const double size = 0.5 + std::fabs(normal());
+                q.at(b, h, i, 0) = to_element(i % 16 == 3 ? size : -size);
+            }
+    for (int b = 0; b < key_batches(); b++)
+        for (int n = 0; n < 8; n++) {
+            const int row = n == 0 ? key_count - 1 : n < 4 ? key_count - 2 - n : below(key_count);
+            k.at(b, below(c.key_heads), row, 0) = to_element(n == 0 ? NAN : INFINITY);
+        }
+#endif
+}
+
+// Puts NaN and infinities into some rows, but not into the first ones, which may attend to few keys.
+inline void Call::put_special_rows(Rows<Element>& rows) {
+    for (int b = 0; b < rows.batches; b++)
+        for (int n = 0; n < 6; n++) {
+            const double special = n % 3 == 0 ? NAN : n % 3 == 1 ? INFINITY : -INFINITY;
+            const int row = rows.rows / 2 + below(rows.rows - rows.rows / 2);
+            rows.at(b, below(rows.heads), row, below(rows.width)) = to_element(special);
         }
 }

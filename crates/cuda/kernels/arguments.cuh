@@ -32,7 +32,9 @@ struct AttentionArguments {
     const float* key_scales;    // (B, H_kv, T_kv), with KEY_CODES: a number is (code - 128) times the scale of its row
     const float* value_scales;  // (B, H_kv, T_kv), with KEY_CODES
     void* output;               // (B, H, T_q, D_v), elements
-    float* log_sum_exp;         // (B, H, T_q), natural; -inf for a fully masked row. May be null in the forward pass
+    float* log_sum_exp;         // (B, H, T_q), natural; -inf for a fully masked row. May be null
+    float* row_statistics;      // (2, B, H, T_q): what the backward pass computes weights from, as softmax.cuh says.
+                                // May be null in the forward pass
 
     // ---- score modifiers ----
     const void* bias;                   // broadcast to (B, H, T_q, T_kv), with HAS_BIAS: elements, or f32
@@ -67,7 +69,7 @@ struct AttentionArguments {
     float* bias_gradient;               // the sum of score_gradient over the dimensions that the bias broadcasts
     float* sink_gradient;               // (H)
     float* slope_gradient;              // (H), with SLOPE_GRADIENT
-    float* relative_bias_gradient;      // (B or 1, H, relative_bias_length), with RELATIVE_BIAS_GRADIENT
+    float* relative_bias_gradient;      // (B or 1, H, relative_bias_length), zeros before: with RELATIVE_BIAS_GRADIENT
 
     // ---- scratch of the backward pass ----
     float* delta;                       // (B, H, T_q): sum of output * output_gradient, less log_sum_exp_gradient
@@ -76,8 +78,8 @@ struct AttentionArguments {
     float* query_gradient_sums;         // (B, H, query_tiles, BACKWARD_QUERIES * HEAD_COLUMNS), with FUSED_BACKWARD
     int* query_gradient_turns;          // (B, H, query_tiles), with FUSED_BACKWARD: blocks of keys that were added
     float* slope_gradient_parts;        // (B, H, key blocks, KEY_WARPS), zeros before: with SLOPE_GRADIENT
-    float* relative_bias_parts;         // (B, H, key blocks, relative_bias_length), zeros before: with
-                                        // RELATIVE_BIAS_GRADIENT
+    float* relative_bias_parts;         // (pairs, H / H_kv, key blocks, relative_bias_length), zeros before and after:
+                                        // with RELATIVE_BIAS_GRADIENT
 
     // ---- strides, in elements ----
     RowStrides query_strides;
@@ -122,6 +124,8 @@ struct AttentionArguments {
     int section_heads;                  // heads whose blocks start side by side, the longest blocks first; at least 1
     int query_tiles;                    // backward: tiles of BACKWARD_QUERIES queries of the longest sequence
     int key_blocks;                     // backward: blocks of keys of the longest sequence
+    int first_pair;                     // backward of keys: a launch has `pairs` pairs of a sequence and a key head from
+    int pairs;                          // this one on, which are counted through the key heads, then the sequences
 
     // ---- numbers ----
     float scale;                        // the factor of products; above 0 unless MODIFIES_SCORES

@@ -25,17 +25,22 @@
 #if KERNEL_SET & 4
 // The numbers of two neighbouring queries.
 struct QueryPair {
-    float log_sum_exp[2]; // in the unit of scores
+    RowStatistics statistics[2];
     float delta[2];
-    int first[2];         // the keys [first, end) that they attend to
+    int first[2];  // the keys [first, end) that they attend to
     int end[2];
 };
 
 DEVICE QueryPair load_query_pair(u32 statistics_at, int column, bool is_masked) {
-    const float2 log_sum_exp = load_shared<float2>(statistics_at + column * 4);
+    const float2 log2_sum = load_shared<float2>(statistics_at + column * 4);
     const float2 delta = load_shared<float2>(statistics_at + BACKWARD_QUERIES * 4 + column * 4);
     QueryPair pair;
-    pair.log_sum_exp[0] = in_score_units(log_sum_exp.x), pair.log_sum_exp[1] = in_score_units(log_sum_exp.y);
+    pair.statistics[0].log2_sum = log2_sum.x, pair.statistics[1].log2_sum = log2_sum.y;
+    pair.statistics[0].maximum = pair.statistics[1].maximum = 0;
+    if (NATURAL_SCORES) {
+        const float2 maximum = load_shared<float2>(statistics_at + BACKWARD_QUERIES * 16 + column * 4);
+        pair.statistics[0].maximum = maximum.x, pair.statistics[1].maximum = maximum.y;
+    }
     pair.delta[0] = delta.x, pair.delta[1] = delta.y;
     pair.first[0] = pair.first[1] = 0, pair.end[0] = pair.end[1] = 0x7fffffff;
     if (is_masked) {
@@ -80,9 +85,12 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
                     weight = fused_multiply_add(load_bias(arguments, modifiers, own_query, own_key), SCORE_UNIT,
                                                 weight);
 #endif
-                weight = normalized_weight(weight, pair.log_sum_exp[e & 1], block.scale);
-                const bool is_dropped = HAS_DROPOUT && words[e] < arguments.dropout_threshold;
-                if (HAS_DROPOUT) gradient = is_dropped ? 0.0f : gradient * arguments.kept_weight_factor;
+                weight = normalized_weight(weight, pair.statistics[e & 1], block.scale);
+                float kept = 1; // the factor of dropout; a weight that is NaN stays NaN
+                if (HAS_DROPOUT) {
+                    kept = words[e] < arguments.dropout_threshold ? 0.0f : arguments.kept_weight_factor;
+                    gradient *= kept;
+                }
                 gradient = weight * (gradient - pair.delta[e & 1]);
                 bool is_hidden = loaded.is_masked && (key < pair.first[e & 1] || key >= pair.end[e & 1]);
 #if HAS_BOOLEAN_MASK
@@ -97,7 +105,7 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
                     modifier_gradients.slope -=
                         behind_softcap[e] * absolute((float)(sequence.offset + query - key));
                 if (HAS_SOFTCAP) gradient *= 1.0f - tanh * tanh;
-                if (HAS_DROPOUT) weight = is_dropped ? 0.0f : weight * arguments.kept_weight_factor;
+                if (HAS_DROPOUT) weight *= kept;
                 products[n][c][e] = is_hidden ? 0.0f : weight;
                 gradients[n][c][e] = is_hidden ? 0.0f : gradient;
             }
@@ -106,6 +114,45 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
                                column * ELEMENT_BYTES;
                 store_pair_shared(at, behind_softcap[0], behind_softcap[1]);
                 store_pair_shared(at + 8 * SCORE_PITCH, behind_softcap[2], behind_softcap[3]);
+            }
+        }
+    }
+}
+
+// Returns whether there are numbers that are not finite among the queries and the gradients of their outputs that this
+// thread loaded. With CLEANS, replaces them by zeros.
+template <bool CLEANS> DEVICE bool find_special_rows(const KeyBlock& block, int stage) {
+    const bool in_queries =
+        find_special_in_heads<BACKWARD_QUERIES, KEY_THREADS, CLEANS>(KEY_QUERIES_AT + stage * BACKWARD_QUERIES * HEAD_PITCH,
+                                                                     block.thread);
+    return find_special_in_values<BACKWARD_QUERIES, KEY_THREADS, CLEANS>(
+               KEY_GRADIENTS_AT + stage * BACKWARD_QUERIES * VALUE_PITCH, block.thread) ||
+           in_queries;
+}
+
+// Adds rows of queries, or of gradients of outputs, that are not finite to the stored gradients of the block's keys, or
+// of its values, that their queries attend to. `tensor` is that of the rows. Each thread has columns of its own.
+DEVICE void add_special_rows(const AttentionArguments& arguments, const KeyBlock& block, const void* tensor,
+                             const RowStrides& strides, int width, char* gradient, i64 gradient_stride) {
+    const Sequence& sequence = block.sequence;
+    const int2* intervals =
+        arguments.query_intervals + (i64)sequence.batch * arguments.query_count + sequence.first_query;
+#pragma unroll 1
+    for (int n = 0; n < block.group * sequence.query_count; n++) {
+        const int head = block.key_head * block.group + n / sequence.query_count, query = n % sequence.query_count;
+        const int2 keys = load_global(intervals + query);
+        const int first = larger(keys.x, block.first_key), end = smaller(keys.y, block.first_key + KEY_BLOCK);
+        const char* row =
+            row_address(tensor, strides, sequence.batch, head, sequence.first_query + query, ELEMENT_BYTES);
+#pragma unroll 1
+        for (int column = block.thread; column < width; column += KEY_THREADS) {
+            const float number = load_element(row, column);
+            if (is_finite(number)) continue;
+#pragma unroll 1
+            for (int key = first; key < end; key++) {
+                if (!attends(arguments, block, head, query, key)) continue;
+                const i64 at = (key - block.first_key) * gradient_stride + column;
+                store_element(gradient, at, load_element(gradient, at) + number);
             }
         }
     }
@@ -175,16 +222,19 @@ KERNEL(attention_backward_keys, KEY_THREADS, 1, AttentionArguments) {
     QueryGradientTurn turn;
     turn.at = nullptr, turn.next = 0;
     int stage = 0;
-    bool is_clean = false, has_tile = find_query_tile(block, 0, tile);
+    bool is_first = true, has_special_key = false, has_special_rows = false, has_tile = find_query_tile(block, 0, tile);
     if (has_tile) load_query_tile(arguments, block, tile, 0);
     commit_copies();
     while (has_tile) {
+        const bool is_masked = is_masked_tile(block, tile);
         wait_for_copies<0>();
-        if (FUSED_BACKWARD && !is_clean) {
-            clean_head_tile<KEY_BLOCK, KEY_THREADS>(KEY_KEYS_AT, block.thread);
-            is_clean = true;
-        }
-        block_barrier();
+        if (FUSED_BACKWARD && is_first)
+            has_special_key = find_special_in_heads<KEY_BLOCK, KEY_THREADS, false>(KEY_KEYS_AT, block.thread);
+        is_first = false;
+        bool is_special = false;
+        if (is_masked)
+            is_special = any_in_block(find_special_rows<false>(block, stage) || has_special_key);
+        else block_barrier();
         if (FUSED_BACKWARD) pass_turn(block, turn);
         const bool has_next = find_query_tile(block, tile.head * block.tiles + tile.index + 1, next);
         if (has_next) load_query_tile(arguments, block, next, stage ^ 1);
@@ -195,9 +245,20 @@ KERNEL(attention_backward_keys, KEY_THREADS, 1, AttentionArguments) {
         const int first_query = block.warp_part * WARP_QUERIES;
         multiply_tile_rows<HEAD_PITCH, HEAD_COLUMNS>(KEY_KEYS_AT, block.warp_row, loaded.queries_at, first_query,
                                                      block.lane, scores);
+        repair_products<HEAD_PITCH, HEAD_COLUMNS>(KEY_KEYS_AT, block.warp_row, loaded.queries_at, first_query,
+                                                  block.lane, scores);
         multiply_tile_rows<VALUE_PITCH, VALUE_COLUMNS>(KEY_VALUES_AT, block.warp_row, loaded.output_gradients_at,
                                                        first_query, block.lane, gradients);
         differentiate_key_scores(arguments, block, loaded, scores, gradients, modifier_gradients);
+        if (is_special) {
+            // Rows that are not finite must not meet the weights and gradients of keys or queries that are masked for
+            // them, which are 0. Those of keys come back for the next products.
+            block_barrier();
+            find_special_rows<true>(block, stage);
+            if (FUSED_BACKWARD) find_special_in_heads<KEY_BLOCK, KEY_THREADS, true>(KEY_KEYS_AT, block.thread);
+            block_barrier();
+            has_special_rows = true;
+        }
         if (SHARES_SCORE_GRADIENTS) share_key_scores(block, scores, gradients);
         if (WARPS_PER_KEYS > 1 || RELATIVE_BIAS_GRADIENT) block_barrier();
         if (RELATIVE_BIAS_GRADIENT) add_relative_bias_gradients(arguments, block, tile);
@@ -209,7 +270,11 @@ KERNEL(attention_backward_keys, KEY_THREADS, 1, AttentionArguments) {
         }
         if (FUSED_BACKWARD) {
             if (WARPS_PER_KEYS == 1) block_barrier();
-            turn = add_query_gradients(arguments, block, tile, loaded.keys);
+            turn = add_query_gradients(arguments, block, loaded, is_special);
+            if (is_special) {
+                block_barrier();
+                restore_special_keys(arguments, block);
+            }
         }
         if (SLOPE_GRADIENT && (!has_next || next.head != tile.head))
             store_slope_gradient(arguments, block, tile.head, modifier_gradients);
@@ -230,5 +295,12 @@ KERNEL(attention_backward_keys, KEY_THREADS, 1, AttentionArguments) {
                                           arguments.scale, HEAD_DIM);
     store_key_gradient<WARP_VALUE_COLUMNS>(block, values_to, arguments.value_gradient_strides.row, value_gradient, 1.0f,
                                            VALUE_DIM);
+    if (has_special_rows) {
+        block_barrier();
+        add_special_rows(arguments, block, arguments.queries, arguments.query_strides, HEAD_DIM, keys_to,
+                         arguments.key_gradient_strides.row);
+        add_special_rows(arguments, block, arguments.output_gradient, arguments.output_gradient_strides, VALUE_DIM,
+                         values_to, arguments.value_gradient_strides.row);
+    }
 }
 #endif

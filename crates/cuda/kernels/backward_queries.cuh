@@ -22,8 +22,8 @@ typedef float QueryScores[QUERY_ROW_TILES][QUERY_KEY_TILES][4];
 
 // The part of a call that a thread of a block computes, with the statistics of its rows.
 struct QueryGradientBlock : QueryBlock {
-    float scale;       // of products, in the unit of the log-sum-exp
-    float log_sum_exp[QUERY_ROW_TILES][2];
+    float scale;       // from a difference of scores to an exponent of 2
+    RowStatistics statistics[QUERY_ROW_TILES][2];
     float delta[QUERY_ROW_TILES][2];
 };
 
@@ -54,8 +54,8 @@ DEVICE void drop_weight_gradients(const AttentionArguments& arguments, const Que
                           sequence.first_key + key + 8 * c + block.lane_column, sequence.first_key % 4 == 0, block.lane,
                           words);
             UNROLL for (int e = 0; e < 4; e++) {
-                float& gradient = gradients[tile][c][e];
-                gradient = words[e] < arguments.dropout_threshold ? 0.0f : gradient * arguments.kept_weight_factor;
+                const bool is_dropped = words[e] < arguments.dropout_threshold;
+                gradients[tile][c][e] *= is_dropped ? 0.0f : arguments.kept_weight_factor;
             }
         }
 }
@@ -89,7 +89,7 @@ DEVICE void differentiate_scores(const AttentionArguments& arguments, const Quer
                     if (HAS_BIAS)
                         score = fused_multiply_add(load_bias(arguments, block.modifiers, query, own_key), SCORE_UNIT,
                                                    score);
-                    float gradient = normalized_weight(score, block.log_sum_exp[tile][r], block.scale) *
+                    float gradient = normalized_weight(score, block.statistics[tile][r], block.scale) *
                                      (gradients[tile][c][2 * r + e] - block.delta[tile][r]);
                     if (HAS_BOOLEAN_MASK && !load_boolean_mask(arguments, block.modifiers, query, own_key))
                         gradient = 0.0f;
@@ -114,20 +114,23 @@ DEVICE void differentiate_scores(const AttentionArguments& arguments, const Quer
         }
 }
 
-DEVICE void load_row_statistics(const AttentionArguments& arguments, QueryGradientBlock& block) {
+DEVICE void load_block_statistics(const AttentionArguments& arguments, QueryGradientBlock& block) {
     const i64 first = statistics_row(arguments, block.sequence, block.head);
     UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
         UNROLL for (int r = 0; r < 2; r++) {
             const int query = block.first_query + block.warp_row + 16 * tile + 8 * r + block.lane_row;
             const bool is_query = query < block.sequence.query_count;
-            block.log_sum_exp[tile][r] =
-                in_score_units(is_query ? load_global(arguments.log_sum_exp + first + query) : NEGATIVE_INFINITY);
+            // Rows behind the last query have no weight.
+            RowStatistics& statistics = block.statistics[tile][r];
+            statistics.maximum = 0, statistics.log2_sum = -NEGATIVE_INFINITY;
+            if (is_query) statistics = load_row_statistics(arguments, first + query);
             block.delta[tile][r] = is_query ? load_global(arguments.delta + first + query) : 0.0f;
         }
 }
 
 KERNEL(attention_backward_queries, QUERY_THREADS, 1, AttentionArguments) {
-    const BlockPlace place = block_place(arguments, block_index(), arguments.heads);
+    const BlockPlace place =
+        block_place(arguments, block_index(), arguments.heads, 0, arguments.heads * arguments.sequences);
     const Sequence sequence = load_sequence(arguments, place.sequence);
     if (place.block * QUERY_BLOCK >= sequence.query_count) return;
     QueryGradientBlock block;
@@ -147,31 +150,42 @@ KERNEL(attention_backward_queries, QUERY_THREADS, 1, AttentionArguments) {
                                                              QUERY_INTERVALS_AT, QUERY_WARP_INTERVALS_AT, block.thread);
     block.modifiers = load_modifiers(arguments, sequence, place.sequence, block.head);
     block.dropout = load_dropout(arguments, sequence.batch, block.head);
-    block.scale = arguments.scale * LOG_SUM_EXP_UNIT;
-    load_row_statistics(arguments, block);
+    block.scale = exponent_scale(arguments);
+    load_block_statistics(arguments, block);
 
     float gradient[QUERY_ROW_TILES][HEAD_COLUMNS / 8][4];
     clear(gradient);
     const int first = block.keys.first / QUERY_KEYS * QUERY_KEYS;
     load_query_block_tile(arguments, block, first, 0);
     int stage = 0;
+    bool has_special_keys = false;
     for (int key = first; key < block.keys.end; key += QUERY_KEYS) {
         const bool is_masked = HAS_BOOLEAN_MASK || block.keys.masks(key, QUERY_KEYS);
         const u32 keys_at = QUERY_KEYS_AT + stage * QUERY_KEYS * HEAD_PITCH;
         const u32 values_at = QUERY_VALUES_AT + stage * QUERY_KEYS * VALUE_PITCH;
         wait_for_copies<0>();
-        // The log-sum-exp of a query that attends to such a key is not finite either.
-        if (is_masked) clean_head_tile<QUERY_KEYS, QUERY_THREADS>(keys_at, block.thread);
-        block_barrier();
+        bool is_special = false;
+        if (is_masked)
+            is_special =
+                any_in_block(find_special_in_heads<QUERY_KEYS, QUERY_THREADS, false>(keys_at, block.thread));
+        else block_barrier();
         load_query_block_tile(arguments, block, key + QUERY_KEYS, stage ^ 1);
         QueryScores products, weight_gradients;
         // The warp's queries, and all keys of the tile.
         multiply_tile_rows<HEAD_PITCH, HEAD_COLUMNS>(QUERY_QUERIES_AT, block.warp_row, keys_at, 0, block.lane,
                                                      products);
+        repair_products<HEAD_PITCH, HEAD_COLUMNS>(QUERY_QUERIES_AT, block.warp_row, keys_at, 0, block.lane, products);
         multiply_tile_rows<VALUE_PITCH, VALUE_COLUMNS>(QUERY_GRADIENTS_AT, block.warp_row, values_at, 0, block.lane,
                                                        weight_gradients);
         if (HAS_DROPOUT) drop_weight_gradients(arguments, block, key, weight_gradients);
         differentiate_scores(arguments, block, key, is_masked, products, weight_gradients);
+        if (is_special) {
+            // Keys that are not finite must not meet the gradients of queries that do not attend to them, which are 0.
+            block_barrier();
+            find_special_in_heads<QUERY_KEYS, QUERY_THREADS, true>(keys_at, block.thread);
+            block_barrier();
+            has_special_keys = true;
+        }
         UNROLL for (int c = 0; c < QUERY_KEYS / 16; c++) {
             LeftFragment left[QUERY_ROW_TILES];
             UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
@@ -186,6 +200,16 @@ KERNEL(attention_backward_queries, QUERY_THREADS, 1, AttentionArguments) {
         stage ^= 1;
     }
     wait_for_copies<0>();
+    if (has_special_keys) {
+        const int own_row = block.warp_row + block.lane_row;
+        add_special_numbers(gradient, block.key_rows, arguments.key_strides.row, block.keys.first, block.keys.end,
+                            block.lane_column, HEAD_DIM, [&](int row, int key) {
+                                const int2 keys = load_shared<int2>(QUERY_INTERVALS_AT + 8 * (own_row + row));
+                                return key >= keys.x && key < keys.y &&
+                                       (!HAS_BOOLEAN_MASK || load_boolean_mask(arguments, block.modifiers,
+                                                                               block.first_query + own_row + row, key));
+                            });
+    }
 
     char* to = row_address(arguments.query_gradient, arguments.query_gradient_strides, sequence.batch, block.head,
                            first_row, ELEMENT_BYTES);

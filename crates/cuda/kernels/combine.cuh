@@ -12,6 +12,11 @@
 // Columns of the output of a lane.
 #define COMBINE_COLUMNS ((VALUE_DIM + 31) / 32)
 
+// Factors of the weights of parts, which may be as large as the number of keys, and of the output: the sum of large
+// outputs must not exceed f32.
+#define PART_SHRINK (1.0f / 4294967296.0f)
+#define PART_GROWTH 4294967296.0f
+
 // The maximum of the scores of a part, and the sum of its weights; of no part, those of no keys.
 DEVICE float2 part_statistics(const AttentionArguments& arguments, int split, i64 rows, i64 row) {
     float2 statistics;
@@ -47,13 +52,13 @@ KERNEL(attention_combine, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
             const float* from = arguments.partial_outputs + (split * rows + row) * VALUE_DIM;
             sum += weight;
             UNROLL for (int e = 0; e < COMBINE_COLUMNS; e++)
-                if (lane + 32 * e < VALUE_DIM) output[e] += weight * load_global(from + lane + 32 * e);
+                if (lane + 32 * e < VALUE_DIM) output[e] += weight * PART_SHRINK * load_global(from + lane + 32 * e);
         }
     }
     const RowResult result = finish_row(arguments, head, maximum, sum, scale, arguments.sinks != nullptr);
     char* to = row_address(arguments.output, arguments.output_strides, batch, head, query, ELEMENT_BYTES);
     UNROLL for (int e = 0; e < COMBINE_COLUMNS; e++)
-        if (lane + 32 * e < VALUE_DIM) store_element(to, lane + 32 * e, output[e] * result.factor);
-    if (lane == 0 && arguments.log_sum_exp) store_global(arguments.log_sum_exp + row, result.log_sum_exp);
+        if (lane + 32 * e < VALUE_DIM) store_element(to, lane + 32 * e, output[e] * result.factor * PART_GROWTH);
+    if (lane == 0) store_row_result(arguments, row, result);
 }
 #endif

@@ -233,12 +233,14 @@ DEVICE bool attend_to_tiles(const AttentionArguments& arguments, const DecodeBlo
         const bool is_masked = block.keys.masks(key, DECODE_KEYS);
         wait_for_copies<DECODE_STAGES - 2>();
         if (!KEY_CODES && (HAS_BOOLEAN_MASK || ELEMENT == 2 || is_masked))
-            found |= clean_value_tile<DECODE_KEYS, 32>(tile_at + DECODE_TILE_VALUES_AT, block.lane);
+            found |= find_special_in_values<DECODE_KEYS, 32, true>(tile_at + DECODE_TILE_VALUES_AT, block.lane);
         warp_barrier();
         load_decode_tile(arguments, block, tile + (DECODE_STAGES - 1) * DECODE_WARPS,
                          slot == 0 ? DECODE_STAGES - 1 : slot - 1);
         DecodeScores scores;
         multiply_decode_keys(block, queries, tile_at, scores);
+        if (!KEY_CODES)
+            repair_products<HEAD_PITCH, HEAD_COLUMNS>(DECODE_QUERIES_AT, 0, tile_at, 0, block.lane, scores);
 #if KEY_CODES
         scale_decode_scores<false>(block, tile_at, scores);
 #endif
@@ -330,12 +332,13 @@ DEVICE void store_decode_row(const AttentionArguments& arguments, const DecodeBl
             number += load_shared<float>(at) * factors[warp];
         }
         if (has_special_values) number += special_values(arguments, block, row, column);
-        if (is_whole) store_element(output, column, number * result.factor);
-        else store_global(arguments.partial_outputs + part * VALUE_DIM + column, number * result.factor);
+        number *= result.factor;
+        if (is_whole) store_element(output, column, number);
+        else store_global(arguments.partial_outputs + part * VALUE_DIM + column, number);
     }
     if (block.lane != 0) return;
     if (is_whole) {
-        if (arguments.log_sum_exp) store_global(arguments.log_sum_exp + statistics, result.log_sum_exp);
+        store_row_result(arguments, statistics, result);
     } else {
         float2 own;
         own.x = maximum, own.y = sum;

@@ -35,10 +35,12 @@ extern __shared__ __align__(128) char shared_memory[];
 #define LOG2_E 1.4426950408889634f
 #define LN_2 0.6931471805599453f
 #define NEGATIVE_INFINITY as_float(0xff800000u) // NVRTC has no INFINITY
+#define LARGEST_FLOAT as_float(0x7f7fffffu)
 
 #ifdef EMULATOR
 DEVICE int thread_index() { return emulator::machine().current; }
 DEVICE int block_index() { return emulator::machine().block; }
+DEVICE void keep_order() {}
 DEVICE void block_barrier() { emulator::block_barrier(); }
 DEVICE void warp_barrier() { emulator::warp_barrier(); }
 DEVICE u32 shuffle_bits(u32 x, int lane) { return emulator::shuffle(x, lane, "shfl.idx"); }
@@ -100,6 +102,12 @@ DEVICE u32 subtract_pairs(u32 a, u32 b) {
     return pack_pair(unpack_half((u16)a) - unpack_half((u16)b),
                      unpack_half((u16)(a >> 16)) - unpack_half((u16)(b >> 16)));
 }
+// Two bf16 times 2^-32.
+DEVICE u32 shrink_bf16_pair(u32 a) {
+    const float shrink = 1.0f / 4294967296.0f;
+    return emulator::f32_to_bf16(emulator::bf16_to_f32((u16)a) * shrink) |
+           u32(emulator::f32_to_bf16(emulator::bf16_to_f32((u16)(a >> 16)) * shrink)) << 16;
+}
 
 DEVICE void wait_for_turn(const int* at, int turn) {
     if (load_global(at) != turn) emulator::fail("waits for a block that starts later");
@@ -113,6 +121,8 @@ DEVICE void add_to_global(float* to, float4 x) {
 #else
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE int block_index() { return blockIdx.x; }
+// Loads and stores of this thread before and after are not exchanged by the compiler.
+DEVICE void keep_order() { asm volatile("" ::: "memory"); }
 DEVICE void block_barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 DEVICE u32 shuffle_bits(u32 x, int lane) { return __shfl_sync(~0u, x, lane); }
@@ -228,6 +238,12 @@ DEVICE u32 subtract_pairs(u32 a, u32 b) {
 #else
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
 #endif
+    return r;
+}
+// Two bf16 times 2^-32.
+DEVICE u32 shrink_bf16_pair(u32 a) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x2f802f80u), "r"(0x80008000u));
     return r;
 }
 

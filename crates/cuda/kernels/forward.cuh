@@ -210,28 +210,19 @@ DEVICE void multiply_forward_values(const ForwardBlock& block, const ForwardScor
 
 // Adds values that are not finite to the queries that attend to them.
 DEVICE void add_special_values(const AttentionArguments& arguments, const ForwardBlock& block, ForwardState& state) {
-#pragma unroll 1
-    for (int key = block.keys.first; key < block.keys.end; key++)
-        UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
-            UNROLL for (int r = 0; r < 2; r++) {
-                const int row = block.warp_row + 16 * tile + 8 * r + block.lane_row;
-                const int2 keys = load_shared<int2>(FORWARD_INTERVALS_AT + 8 * row);
-                if (key < keys.x || key >= keys.y) continue;
-                if (HAS_BOOLEAN_MASK && !load_boolean_mask(arguments, block.modifiers, block.first_query + row, key))
-                    continue;
-                UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++)
-                    UNROLL for (int e = 0; e < 2; e++) {
-                        const int column = 8 * d + block.lane_column + e;
-                        if (column >= VALUE_DIM) continue;
-                        const i64 at = key * arguments.value_strides.row + column;
-                        const float value = load_element(block.value_rows, at);
-                        if (!is_finite(value)) state.output[tile][d][2 * r + e] += value;
-                    }
-            }
+    const int first_row = block.warp_row + block.lane_row;
+    add_special_numbers(state.output, block.value_rows, arguments.value_strides.row, block.keys.first, block.keys.end,
+                        block.lane_column, VALUE_DIM, [&](int row, int key) {
+                            const int2 keys = load_shared<int2>(FORWARD_INTERVALS_AT + 8 * (first_row + row));
+                            return key >= keys.x && key < keys.y &&
+                                   (!HAS_BOOLEAN_MASK || load_boolean_mask(arguments, block.modifiers,
+                                                                           block.first_query + first_row + row, key));
+                        });
 }
 
+// Stores the output, which is multiplied by `growth` last, and the other results.
 DEVICE void store_forward_output(const AttentionArguments& arguments, const ForwardBlock& block, ForwardState& state,
-                                 float scale) {
+                                 float scale, float growth) {
     const Sequence& sequence = block.sequence;
     char* output = row_address(arguments.output, arguments.output_strides, sequence.batch, block.head,
                                sequence.first_query + block.first_query, ELEMENT_BYTES);
@@ -250,11 +241,11 @@ DEVICE void store_forward_output(const AttentionArguments& arguments, const Forw
             if (block.first_query + row >= sequence.query_count) continue;
             UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++) {
                 const int column = 8 * d + block.lane_column;
-                store_pair(output, row * arguments.output_strides.row + column, state.output[tile][d][2 * r] * factor,
-                           state.output[tile][d][2 * r + 1] * factor, column, VALUE_DIM);
+                const float (&numbers)[4] = state.output[tile][d];
+                store_pair(output, row * arguments.output_strides.row + column, numbers[2 * r] * factor * growth,
+                           numbers[2 * r + 1] * factor * growth, column, VALUE_DIM);
             }
-            if (arguments.log_sum_exp && block.lane_column == 0)
-                store_global(arguments.log_sum_exp + statistics + row, result.log_sum_exp);
+            if (block.lane_column == 0) store_row_result(arguments, statistics + row, result);
         }
 }
 
@@ -322,7 +313,7 @@ DEVICE bool attend_to_keys(const AttentionArguments& arguments, const ForwardBlo
                                                                                block.thread);
 #endif
         if (FORWARD_STAGES == 2 && is_careful)
-            found |= clean_value_tile<FORWARD_KEYS, FORWARD_THREADS>(values_at, block.thread);
+            found |= prepare_careful_values<FORWARD_KEYS, FORWARD_THREADS>(values_at, block.thread);
         block_barrier();
         load_forward_terms(arguments, block, key);
         if (FORWARD_STAGES == 1) {
@@ -338,13 +329,15 @@ DEVICE bool attend_to_keys(const AttentionArguments& arguments, const ForwardBlo
         }
         ForwardScores scores;
         multiply_forward_keys(block, queries, keys_at, scores);
+        if (ELEMENT == 2 && is_careful)
+            repair_products<HEAD_PITCH, HEAD_COLUMNS>(FORWARD_QUERIES_AT, block.warp_row, keys_at, 0, block.lane, scores);
         if (FORWARD_STAGES == 1) {
             wait_for_copies<0>();
 #if KEY_CODES
             convert_codes<FORWARD_KEYS, VALUE_COLUMNS, VALUE_PITCH, FORWARD_THREADS>(values_at, FORWARD_VALUE_CODES_AT,
                                                                                      block.thread);
 #endif
-            if (is_careful) found |= clean_value_tile<FORWARD_KEYS, FORWARD_THREADS>(values_at, block.thread);
+            if (is_careful) found |= prepare_careful_values<FORWARD_KEYS, FORWARD_THREADS>(values_at, block.thread);
             block_barrier();
             if (n + 1 < last) load_forward_keys(block, next_key, 0);
             commit_copies();
@@ -360,17 +353,9 @@ DEVICE bool attend_to_keys(const AttentionArguments& arguments, const ForwardBlo
     return found;
 }
 
-// Whether a number of the output is not finite, in the registers of this thread.
-DEVICE bool has_special_output(const ForwardState& state) {
-    float sum = 0; // a finite number times 0 is 0
-    UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
-        UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++)
-            UNROLL for (int e = 0; e < 4; e++) sum = fused_multiply_add(state.output[tile][d][e], 0.0f, sum);
-    return !is_finite(sum);
-}
-
 KERNEL(attention_forward, FORWARD_THREADS, 1, AttentionArguments) {
-    const BlockPlace place = block_place(arguments, block_index(), arguments.heads);
+    const BlockPlace place =
+        block_place(arguments, block_index(), arguments.heads, 0, arguments.heads * arguments.sequences);
     const Sequence sequence = load_sequence(arguments, place.sequence);
     if (place.block * FORWARD_QUERIES >= sequence.query_count) return;
     ForwardBlock block = start_forward_block(arguments, place, sequence);
@@ -386,8 +371,10 @@ KERNEL(attention_forward, FORWARD_THREADS, 1, AttentionArguments) {
     block.dropout = load_dropout(arguments, sequence.batch, block.head);
     const float scale = exponent_scale(arguments);
 
-    // Values that are not finite must reach only queries that attend to them, but zero times NaN is NaN. If the output
-    // has such a number, all is computed once more without these values, which are then added.
+    // Values that are not finite must reach only queries that attend to them, but zero times NaN is NaN. Sums of large
+    // values may exceed f32, and infinite keys have no TF32 remainder. If the output has a number that is not finite,
+    // all is computed once more, without such values, which are then added, with the others made smaller, and with the
+    // products of such keys by plain f32.
     ForwardState state;
     bool is_careful = false;
     while (true) {
@@ -397,9 +384,9 @@ KERNEL(attention_forward, FORWARD_THREADS, 1, AttentionArguments) {
             if (any_in_block(found)) add_special_values(arguments, block, state);
             break;
         }
-        if (!any_in_block(has_special_output(state))) break;
+        if (!any_in_block(has_special_number(state.output))) break;
         is_careful = true;
     }
-    store_forward_output(arguments, block, state, scale);
+    store_forward_output(arguments, block, state, scale, is_careful ? VALUE_GROWTH : 1.0f);
 }
 #endif

@@ -6,6 +6,7 @@
 #include "arguments.cuh"
 #include "loads.cuh"
 #include "masks.cuh"
+#include "modifiers.cuh"
 #include "dropout.cuh"
 #include "softmax.cuh"
 #include "backward_prepare.cuh"
@@ -35,7 +36,7 @@ struct KeyBlock {
     int first_key;
     int tiles;             // of the sequence's queries
     const int4* tile_intervals;
-    float scale;           // of products, in the unit of the log-sum-exp
+    float scale;           // from a difference of scores to an exponent of 2
     Dropout dropout;       // of the first head of the group
 };
 
@@ -55,21 +56,53 @@ struct LoadedTile {
     bool is_masked;   // whether a query does not attend to a key of the block
 };
 
+// Whether the boolean mask, if there is one, lets a query of a head attend to a key.
+DEVICE bool attends(const AttentionArguments& arguments, const KeyBlock& block, int head, int query, int key) {
+    if (!HAS_BOOLEAN_MASK) return true;
+    const ScoreModifiers modifiers = load_modifiers(arguments, block.sequence, block.sequence_index, head);
+    return load_boolean_mask(arguments, modifiers, query, key);
+}
+
+// Whether a query of a tile does not attend to a key of the block.
+DEVICE bool is_masked_tile(const KeyBlock& block, const QueryTile& tile) {
+    return HAS_BOOLEAN_MASK || load_tile_interval(block.tile_intervals + tile.index).masks(block.first_key, KEY_BLOCK);
+}
+
 // The tile that load_query_tile loaded.
 DEVICE LoadedTile loaded_tile(const KeyBlock& block, const QueryTile& tile, int stage) {
     LoadedTile loaded;
     loaded.tile = tile;
     loaded.queries_at = KEY_QUERIES_AT + stage * BACKWARD_QUERIES * HEAD_PITCH;
     loaded.output_gradients_at = KEY_GRADIENTS_AT + stage * BACKWARD_QUERIES * VALUE_PITCH;
-    loaded.statistics_at = KEY_STATISTICS_AT + stage * BACKWARD_QUERIES * 16;
+    loaded.statistics_at = KEY_STATISTICS_AT + stage * KEY_STATISTICS_BYTES;
     loaded.keys = load_tile_interval(block.tile_intervals + tile.index);
     loaded.is_masked = HAS_BOOLEAN_MASK || loaded.keys.masks(block.first_key, KEY_BLOCK);
     return loaded;
 }
 
+// Loads the keys of the block that are not finite, which were replaced by zeros in shared memory.
+DEVICE void restore_special_keys(const AttentionArguments& arguments, const KeyBlock& block) {
+    const Sequence& sequence = block.sequence;
+    const char* rows = row_address(arguments.keys, arguments.key_strides, sequence.batch, block.key_head,
+                                   sequence.first_key + block.first_key, ELEMENT_BYTES);
+    const int PAIRS = (HEAD_DIM + 1) / 2; // two elements of 16 bits are a word, which one thread writes
+    const int end = smaller(KEY_BLOCK, sequence.key_count - block.first_key) * PAIRS;
+#pragma unroll 1
+    for (int at = block.thread; at < end; at += KEY_THREADS) {
+        const int row = at / PAIRS, first_column = at % PAIRS * 2;
+#pragma unroll 1
+        for (int column = first_column; column < smaller(first_column + 2, HEAD_DIM); column++) {
+            const i64 from = row * arguments.key_strides.row + column;
+            if (!is_finite(load_element(rows, from)))
+                copy_element_to_shared(KEY_KEYS_AT + row * HEAD_PITCH + column * ELEMENT_BYTES, rows, from);
+        }
+    }
+}
+
 // Starts the loads of keys and values. Returns false if there are no such keys.
 DEVICE bool start_key_block(const AttentionArguments& arguments, KeyBlock& block) {
-    const BlockPlace place = block_place(arguments, block_index(), arguments.key_heads);
+    const BlockPlace place =
+        block_place(arguments, block_index(), arguments.key_heads, arguments.first_pair, arguments.pairs);
     block.thread = thread_index(), block.lane = block.thread & 31, block.warp = block.thread >> 5;
     block.warp_row = block.warp % KEY_GROUPS * KEY_ROW_TILES * 16, block.warp_part = block.warp / KEY_GROUPS;
     block.lane_row = block.lane >> 2, block.lane_column = 2 * (block.lane & 3);
@@ -95,7 +128,7 @@ DEVICE bool start_key_block(const AttentionArguments& arguments, KeyBlock& block
         arguments.value_strides.row * ELEMENT_BYTES, 0, rows, block.thread);
     block.tiles = (sequence.query_count + BACKWARD_QUERIES - 1) / BACKWARD_QUERIES;
     block.tile_intervals = arguments.tile_intervals + (i64)place.sequence * arguments.query_tiles;
-    block.scale = arguments.scale * LOG_SUM_EXP_UNIT;
+    block.scale = exponent_scale(arguments);
     block.dropout = load_dropout(arguments, sequence.batch, block.key_head * block.group);
     return true;
 }
@@ -133,13 +166,17 @@ DEVICE void load_query_tile(const AttentionArguments& arguments, const KeyBlock&
         row_address(arguments.output_gradient, arguments.output_gradient_strides, sequence.batch, head, first_row,
                     ELEMENT_BYTES),
         arguments.output_gradient_strides.row * ELEMENT_BYTES, 0, rows, block.thread);
-    const u32 to = KEY_STATISTICS_AT + stage * BACKWARD_QUERIES * 16;
+    const u32 to = KEY_STATISTICS_AT + stage * KEY_STATISTICS_BYTES;
     const i64 statistics = statistics_row(arguments, sequence, head) + first_query;
     const int2* intervals = arguments.query_intervals + (i64)sequence.batch * arguments.query_count + first_row;
     for (int row = block.thread; row < BACKWARD_QUERIES; row += KEY_THREADS) {
         const bool is_read = row < rows;
-        copy_async_4(to + row * 4, is_read ? arguments.log_sum_exp + statistics + row : arguments.log_sum_exp,
+        copy_async_4(to + row * 4, is_read ? arguments.row_statistics + statistics + row : arguments.row_statistics,
                      is_read ? 4 : 0);
+        if (NATURAL_SCORES)
+            copy_async_4(to + BACKWARD_QUERIES * 16 + row * 4,
+                         is_read ? row_maxima(arguments) + statistics + row : arguments.row_statistics,
+                         is_read ? 4 : 0);
         copy_async_4(to + BACKWARD_QUERIES * 4 + row * 4,
                      is_read ? arguments.delta + statistics + row : arguments.delta, is_read ? 4 : 0);
         copy_async_8(to + BACKWARD_QUERIES * 8 + row * 8, is_read ? intervals + row : arguments.query_intervals,

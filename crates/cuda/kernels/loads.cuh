@@ -25,6 +25,15 @@ DEVICE void store_pair(void* tensor, i64 at, float x, float y, int column, int w
     }
 }
 
+// Copies an element of a tensor to shared memory.
+DEVICE void copy_element_to_shared(u32 to, const void* tensor, i64 at) {
+#if ELEMENT == 2
+    store_shared<float>(to, load_global((const float*)tensor + at));
+#else
+    store_shared<u16>(to, load_global((const u16*)tensor + at));
+#endif
+}
+
 // Stores two neighbours of a matrix in shared memory as elements.
 DEVICE void store_pair_shared(u32 at, float x, float y) {
 #if ELEMENT == 2
@@ -108,12 +117,30 @@ DEVICE void load_value_tile(u32 to, const char* from, i64 row_bytes, int first_r
               VALUE_COLUMNS == VALUE_DIM>(to, source, thread);
 }
 
-// Replaces numbers that are not finite by zeros, in the chunks that this thread loaded, which no other thread may have
-// read yet. Returns whether there were any.
+// The factors of values, and of what is computed from them, where a sum of weighted values could exceed f32. Numbers of
+// f16 are too small for that.
+#define VALUE_SHRINK (ELEMENT == 0 ? 1.0f : 1.0f / 4294967296.0f)
+#define VALUE_GROWTH (ELEMENT == 0 ? 1.0f : 4294967296.0f)
+
+// A word of values times VALUE_SHRINK.
+DEVICE u32 shrink_word(u32 word) {
+#if ELEMENT == 2
+    return as_bits(as_float(word) * VALUE_SHRINK);
+#elif ELEMENT == 1
+    return shrink_bf16_pair(word);
+#else
+    return word;
+#endif
+}
+
+// Returns whether there are numbers that are not finite in the chunks that this thread loaded. With CLEANS, replaces
+// them by zeros, and with SHRINKS multiplies the others by VALUE_SHRINK, where no other thread may read the tile
+// meanwhile.
 //
-// A weight of zero times NaN is NaN: in a tile to which some queries attend and others do not, such values must not
-// meet the weights of the others. In f32 they must not meet any weight: the TF32 remainder of infinity is NaN.
-template <int ROWS, int CHUNKS, int PITCH, int THREADS> DEVICE bool clean_tile(u32 at, int thread) {
+// A weight of zero times NaN is NaN: in a tile to which some queries attend and others do not, such numbers must not
+// meet the weights of the others. In f32 values must not meet any weight: the TF32 remainder of infinity is NaN.
+template <int ROWS, int CHUNKS, int PITCH, int THREADS, bool CLEANS, bool SHRINKS = false>
+DEVICE bool find_special(u32 at, int thread) {
     const u32 EXPONENT = ELEMENT == 2 ? 0x7f800000u : ELEMENT == 1 ? 0x7f807f80u : 0x7c007c00u;
     // Added to an exponent of ones, it carries into the highest bit of the number.
     const u32 CARRY = ELEMENT == 2 ? 0x00800000u : ELEMENT == 1 ? 0x00800080u : 0x04000400u;
@@ -125,22 +152,54 @@ template <int ROWS, int CHUNKS, int PITCH, int THREADS> DEVICE bool clean_tile(u
         uint4 all = load_shared<uint4>(chunk_at);
         u32 words[4] = {all.x, all.y, all.z, all.w}, any = 0;
         UNROLL for (int w = 0; w < 4; w++) any |= ((words[w] & EXPONENT) + CARRY) & HIGHEST;
-        if (any) {
+        found |= any != 0;
+        if (CLEANS && any) {
             UNROLL for (int w = 0; w < 4; w++) {
                 const u32 bad = ((words[w] & EXPONENT) + CARRY) & HIGHEST;
                 if (ELEMENT == 2) words[w] = bad ? 0u : words[w];
                 else words[w] &= (bad & 0x8000u ? 0u : 0xffffu) | (bad & 0x80000000u ? 0u : 0xffff0000u);
             }
+        }
+        if (SHRINKS)
+            UNROLL for (int w = 0; w < 4; w++) words[w] = shrink_word(words[w]);
+        if (SHRINKS || (CLEANS && any)) {
             all.x = words[0], all.y = words[1], all.z = words[2], all.w = words[3];
             store_shared<uint4>(chunk_at, all);
-            found = true;
         }
     }
     return found;
 }
-template <int ROWS, int THREADS> DEVICE bool clean_head_tile(u32 at, int thread) {
-    return clean_tile<ROWS, HEAD_COLUMNS * ELEMENT_BYTES / 16, HEAD_PITCH, THREADS>(at, thread);
+template <int ROWS, int THREADS, bool CLEANS> DEVICE bool find_special_in_heads(u32 at, int thread) {
+    return find_special<ROWS, HEAD_COLUMNS * ELEMENT_BYTES / 16, HEAD_PITCH, THREADS, CLEANS>(at, thread);
 }
-template <int ROWS, int THREADS> DEVICE bool clean_value_tile(u32 at, int thread) {
-    return clean_tile<ROWS, VALUE_COLUMNS * ELEMENT_BYTES / 16, VALUE_PITCH, THREADS>(at, thread);
+template <int ROWS, int THREADS, bool CLEANS> DEVICE bool find_special_in_values(u32 at, int thread) {
+    return find_special<ROWS, VALUE_COLUMNS * ELEMENT_BYTES / 16, VALUE_PITCH, THREADS, CLEANS>(at, thread);
+}
+
+// Replaces values that are not finite by zeros and shrinks the others, in the chunks that this thread loaded, which no
+// other thread may have read yet. Returns whether there were any that are not finite.
+template <int ROWS, int THREADS> DEVICE bool prepare_careful_values(u32 at, int thread) {
+    return find_special<ROWS, VALUE_COLUMNS * ELEMENT_BYTES / 16, VALUE_PITCH, THREADS, true, true>(at, thread);
+}
+
+// Adds the numbers of rows [first, end) of a tensor that are not finite to the sums of a warp, whose columns begin at
+// `first_column` of `width`. Row 16 * tile + 8 * r + lane / 4 of the sums takes every row for which
+// is_reached(16 * tile + 8 * r, row).
+template <int ROW_TILES, int COLUMN_TILES, class IsReached>
+DEVICE void add_special_numbers(float (&sums)[ROW_TILES][COLUMN_TILES][4], const char* rows, i64 row_stride, int first,
+                                int end, int first_column, int width, IsReached is_reached) {
+#pragma unroll 1
+    for (int row = first; row < end; row++)
+        UNROLL for (int tile = 0; tile < ROW_TILES; tile++)
+            UNROLL for (int r = 0; r < 2; r++) {
+                if (!is_reached(16 * tile + 8 * r, row)) continue;
+                UNROLL for (int d = 0; d < COLUMN_TILES; d++)
+                    UNROLL for (int e = 0; e < 2; e++) {
+                        const int column = first_column + 8 * d + e;
+                        if (column >= width) continue;
+                        const float number = load_element(rows, row * row_stride + column);
+                        if (!is_finite(number)) sums[tile][d][2 * r + e] += number;
+                        keep_order(); // one number at a time, which takes few registers
+                    }
+            }
 }

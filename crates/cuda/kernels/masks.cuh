@@ -142,12 +142,13 @@ struct BlockPlace {
 
 // The blocks in the order in which they start: those of `section_heads` heads side by side, so that these find their
 // keys in the cache; of each head the last block first, which is the longest one of a causal call.
-DEVICE BlockPlace block_place(const AttentionArguments& arguments, int index, int heads) {
+//
+// A launch has `count` heads from number `first` on, which are counted through the `heads` of each sequence.
+DEVICE BlockPlace block_place(const AttentionArguments& arguments, int index, int heads, int first, int count) {
     const int section_blocks = arguments.section_heads * arguments.blocks;
     const int section = index / section_blocks, rest = index - section * section_blocks;
-    const int section_heads =
-        smaller(arguments.section_heads, heads * arguments.sequences - section * arguments.section_heads);
-    const int head_of_all = section * arguments.section_heads + rest % section_heads;
+    const int section_heads = smaller(arguments.section_heads, count - section * arguments.section_heads);
+    const int head_of_all = first + section * arguments.section_heads + rest % section_heads;
     BlockPlace place;
     place.block = arguments.blocks - 1 - rest / section_heads;
     place.sequence = head_of_all / heads, place.head = head_of_all % heads;

@@ -42,9 +42,10 @@ DEVICE float load_element_shared(u32 at) {
 DEVICE void add_relative_bias_gradients(const AttentionArguments& arguments, const KeyBlock& block,
                                         const QueryTile& tile) {
     const u32 gradients_at = SHARES_BIAS_GRADIENTS ? KEY_BIAS_GRADIENTS_AT : KEY_SCORE_GRADIENTS_AT;
-    const i64 head = (i64)block.sequence_index * arguments.heads + block.key_head * block.group + tile.head;
+    const i64 pair = block.sequence_index * arguments.key_heads + block.key_head - arguments.first_pair;
     float* to = arguments.relative_bias_parts +
-                (head * arguments.key_blocks + block.index) * arguments.relative_bias_length;
+                ((pair * block.group + tile.head) * arguments.key_blocks + block.index) *
+                    arguments.relative_bias_length;
     const int origin = relative_bias_origin(arguments, block.sequence_index);
     const int first_entry = origin + block.first_key - tile.index * BACKWARD_QUERIES;
     for (int n = block.thread; n < KEY_BLOCK + BACKWARD_QUERIES - 1; n += KEY_THREADS) {

@@ -4,6 +4,7 @@
 #include "specialization.cuh"
 #include "device.cuh"
 #include "arguments.cuh"
+#include "softmax.cuh"
 
 #if KERNEL_SET & 4
 // The sum over the threads of a small block, in thread 0. Needs 16 bytes of shared memory, and is called once.
@@ -14,7 +15,7 @@ DEVICE float small_block_sum(float x, int thread) {
     return load_shared<float>(0) + load_shared<float>(4) + load_shared<float>(8) + load_shared<float>(12);
 }
 
-// (H) from log-sum-exp and delta (B, H, T_q): the weight of a sink times -delta, summed over all queries.
+// (H) from the statistics and delta (B, H, T_q): the weight of a sink times -delta, summed over all queries.
 KERNEL(attention_backward_sinks, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
     const int thread = thread_index(), head = block_index();
     const float sink = load_global(arguments.sinks + head);
@@ -23,9 +24,8 @@ KERNEL(attention_backward_sinks, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
     for (int batch = 0; batch < batches; batch++)
         for (int query = thread; query < arguments.query_count; query += SMALL_BLOCK_THREADS) {
             const i64 row = ((i64)batch * arguments.heads + head) * arguments.query_count + query;
-            const float log_sum_exp = load_global(arguments.log_sum_exp + row);
-            if (log_sum_exp == NEGATIVE_INFINITY) continue;
-            sum -= exp2_approximate((sink - log_sum_exp) * LOG2_E) * load_global(arguments.delta + row);
+            const float weight = weight_of_sink(arguments, sink, load_row_statistics(arguments, row));
+            sum -= weight * load_global(arguments.delta + row);
         }
     sum = small_block_sum(sum, thread);
     if (thread == 0) store_global(arguments.sink_gradient + head, sum);
@@ -46,21 +46,29 @@ KERNEL(attention_backward_slopes, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
 #endif
 
 #if RELATIVE_BIAS_GRADIENT
-// (B or 1, H, length) from parts (B, H, key blocks, length).
+// Adds parts (pairs, H / H_kv, key blocks, length), of the pairs of one launch of the kernel of keys, to
+// (B or 1, H, length). Parts that another launch uses again become zeros.
 KERNEL(attention_backward_relative_bias, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
-    const int length = arguments.relative_bias_length;
+    const int length = arguments.relative_bias_length, group = arguments.heads / arguments.key_heads;
     const GridPlace place = grid_place((length + SMALL_BLOCK_THREADS - 1) / SMALL_BLOCK_THREADS, arguments.heads);
     const int entry = place.x * SMALL_BLOCK_THREADS + thread_index(), head = place.y;
     if (entry >= length) return;
     const bool is_shared = arguments.relative_bias_sequence_stride == 0;
     const int first = is_shared ? 0 : place.z, end = is_shared ? arguments.sequences : first + 1;
-    float sum = 0;
+    const bool are_used_again = arguments.pairs < arguments.sequences * arguments.key_heads;
+    float* to = arguments.relative_bias_gradient + ((i64)first * arguments.heads + head) * length + entry;
+    float sum = load_global(to);
     for (int sequence = first; sequence < end; sequence++) {
-        const i64 parts = ((i64)sequence * arguments.heads + head) * arguments.key_blocks;
-        for (int part = 0; part < arguments.key_blocks; part++)
-            sum += load_global(arguments.relative_bias_parts + (parts + part) * length + entry);
+        const int pair = sequence * arguments.key_heads + head / group - arguments.first_pair;
+        if (pair < 0 || pair >= arguments.pairs) continue;
+        float* parts = arguments.relative_bias_parts + ((i64)pair * group + head % group) * arguments.key_blocks * length;
+        for (int part = 0; part < arguments.key_blocks; part++) {
+            float* from = parts + (i64)part * length + entry;
+            sum += load_global(from);
+            if (are_used_again) store_global(from, 0.0f);
+        }
     }
-    store_global(arguments.relative_bias_gradient + ((i64)first * arguments.heads + head) * length + entry, sum);
+    store_global(to, sum);
 }
 #endif
 

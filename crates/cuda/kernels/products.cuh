@@ -136,6 +136,15 @@ DEVICE void multiply_fragments(float (&c0)[4], float (&c1)[4], const LeftFragmen
 }
 #endif
 
+// Whether a number of some accumulators is not finite, in the registers of this thread.
+template <int ROWS, int COLUMNS> DEVICE bool has_special_number(const float (&matrices)[ROWS][COLUMNS][4]) {
+    float sum = 0; // a finite number times 0 is 0
+    UNROLL for (int row = 0; row < ROWS; row++)
+        UNROLL for (int column = 0; column < COLUMNS; column++)
+            UNROLL for (int e = 0; e < 4; e++) sum = fused_multiply_add(matrices[row][column][e], 0.0f, sum);
+    return !is_finite(sum);
+}
+
 // Sets matrices of accumulators to zeros.
 template <int ROWS, int COLUMNS> DEVICE void clear(float (&matrices)[ROWS][COLUMNS][4]) {
     UNROLL for (int row = 0; row < ROWS; row++)
@@ -160,4 +169,27 @@ DEVICE void multiply_tile_rows(u32 left_at, int left_row, u32 right_at, int righ
                 multiply_fragments(products[tile][2 * c], products[tile][2 * c + 1], left[tile], right);
         }
     }
+}
+
+// Computes products of multiply_tile_rows that are not finite again, by plain f32: the TF32 remainder of infinity is
+// NaN, and so is that of numbers which TF32 rounds to infinity. The other products stay as they are. All lanes of a warp
+// take part.
+template <int PITCH, int COLUMNS, int ROW_TILES, int COLUMN_TILES>
+DEVICE void repair_products(u32 left_at, int left_row, u32 right_at, int right_row, int lane,
+                            float (&products)[ROW_TILES][COLUMN_TILES][4]) {
+#if ELEMENT == 2
+    if (!any_in_warp(has_special_number(products))) return;
+    UNROLL for (int tile = 0; tile < ROW_TILES; tile++)
+        UNROLL for (int c = 0; c < COLUMN_TILES; c++)
+            UNROLL for (int e = 0; e < 4; e++) {
+                if (is_finite(products[tile][c][e])) continue;
+                const u32 left = left_at + (left_row + 16 * tile + 8 * (e >> 1) + (lane >> 2)) * PITCH;
+                const u32 right = right_at + (right_row + 8 * c + 2 * (lane & 3) + (e & 1)) * PITCH;
+                float sum = 0;
+#pragma unroll 1
+                for (int k = 0; k < COLUMNS * 4; k += 4)
+                    sum = fused_multiply_add(load_shared<float>(left + k), load_shared<float>(right + k), sum);
+                products[tile][c][e] = sum;
+            }
+#endif
 }

@@ -36,13 +36,33 @@ DEVICE void pass_turn(const KeyBlock& block, const QueryGradientTurn& turn) {
     if (turn.at && block.thread == 0) set_turn(turn.at, turn.next);
 }
 
+// Adds keys that are not finite to the gradients of the queries that attend to them.
+DEVICE void add_special_keys(const AttentionArguments& arguments, const KeyBlock& block, const LoadedTile& loaded,
+                             int first_row, int first_column,
+                             float (&gradient)[FUSED_ROW_TILES][FUSED_COLUMN_TILES][4]) {
+    const Sequence& sequence = block.sequence;
+    const char* rows = row_address(arguments.keys, arguments.key_strides, sequence.batch, block.key_head,
+                                   sequence.first_key + block.first_key, ELEMENT_BYTES);
+    add_special_numbers(gradient, rows, arguments.key_strides.row, 0,
+                        smaller(KEY_BLOCK, sequence.key_count - block.first_key), first_column + block.lane_column,
+                        HEAD_DIM, [&](int row, int number) {
+                            const int key = block.first_key + number, in_tile = first_row + block.lane_row + row;
+                            const int2 keys =
+                                load_shared<int2>(loaded.statistics_at + BACKWARD_QUERIES * 8 + in_tile * 8);
+                            return key >= keys.x && key < keys.y &&
+                                   attends(arguments, block, block.key_head * block.group + loaded.tile.head,
+                                           loaded.tile.index * BACKWARD_QUERIES + in_tile, key);
+                        });
+}
+
 // Multiplies the gradients of products (keys, queries) in shared memory, transposed, and the keys, and adds the result
-// to the sums of the tile.
+// to the sums of the tile. With has_special_keys, keys that are not finite are zeros in shared memory.
 DEVICE QueryGradientTurn add_query_gradients(const AttentionArguments& arguments, const KeyBlock& block,
-                                             const QueryTile& tile, const TileInterval& keys) {
+                                             const LoadedTile& loaded, bool has_special_keys) {
+    const QueryTile& tile = loaded.tile;
     const int head = block.key_head * block.group + tile.head;
     const i64 number = ((i64)block.sequence_index * arguments.heads + head) * arguments.query_tiles + tile.index;
-    const int turn = (keys.end + KEY_BLOCK - 1) / KEY_BLOCK - 1 - block.index;
+    const int turn = (loaded.keys.end + KEY_BLOCK - 1) / KEY_BLOCK - 1 - block.index;
     const int first_row = block.warp % FUSED_ROW_WARPS * FUSED_ROW_TILES * 16;
     const int first_column = block.warp / FUSED_ROW_WARPS * FUSED_COLUMN_TILES * 8;
     float gradient[FUSED_ROW_TILES][FUSED_COLUMN_TILES][4];
@@ -58,6 +78,7 @@ DEVICE QueryGradientTurn add_query_gradients(const AttentionArguments& arguments
                 multiply_fragments(gradient[n][2 * d], gradient[n][2 * d + 1], left[n], right);
         }
     }
+    if (has_special_keys) add_special_keys(arguments, block, loaded, first_row, first_column, gradient);
     if (turn > 0) {
         if (block.lane == 0) wait_for_turn(arguments.query_gradient_turns + number, turn);
         warp_barrier();
@@ -110,8 +131,7 @@ KERNEL(attention_backward_finish, KEY_THREADS, 1, AttentionArguments) {
 }
 #else
 DEVICE void pass_turn(const KeyBlock&, const QueryGradientTurn&) {}
-DEVICE QueryGradientTurn add_query_gradients(const AttentionArguments&, const KeyBlock&, const QueryTile&,
-                                             const TileInterval&) {
+DEVICE QueryGradientTurn add_query_gradients(const AttentionArguments&, const KeyBlock&, const LoadedTile&, bool) {
     return QueryGradientTurn();
 }
 #endif

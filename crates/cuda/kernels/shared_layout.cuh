@@ -61,12 +61,13 @@
 #define KEY_VALUES_AT (KEY_KEYS_AT + KEY_BLOCK * HEAD_PITCH)
 #define KEY_QUERIES_AT (KEY_VALUES_AT + KEY_BLOCK * VALUE_PITCH)
 #define KEY_GRADIENTS_AT (KEY_QUERIES_AT + 2 * BACKWARD_QUERIES * HEAD_PITCH)
-// The log-sum-exp, the delta and the interval of each query of the two tiles. A tile has all log-sum-exps, then all
-// deltas, then all intervals.
+// The statistics, the delta and the interval of each query of the two tiles. A tile has log2_sum of all queries, then
+// all deltas, then all intervals, then with NATURAL_SCORES all maxima.
 #define KEY_STATISTICS_AT (KEY_GRADIENTS_AT + 2 * BACKWARD_QUERIES * VALUE_PITCH)
+#define KEY_STATISTICS_BYTES (BACKWARD_QUERIES * (NATURAL_SCORES ? 20 : 16))
 #define SCORE_PITCH (BACKWARD_QUERIES * ELEMENT_BYTES + ROW_PADDING)
 #define SHARES_SCORE_GRADIENTS (FUSED_BACKWARD || WARPS_PER_KEYS > 1 || RELATIVE_BIAS_GRADIENT)
-#define KEY_SCORE_GRADIENTS_AT (KEY_STATISTICS_AT + 2 * BACKWARD_QUERIES * 16)
+#define KEY_SCORE_GRADIENTS_AT (KEY_STATISTICS_AT + 2 * KEY_STATISTICS_BYTES)
 #define KEY_WEIGHTS_AT (KEY_SCORE_GRADIENTS_AT + (SHARES_SCORE_GRADIENTS ? KEY_BLOCK * SCORE_PITCH : 0))
 // The gradient of a relative bias is taken behind the softcap, that of a product before it.
 #define SHARES_BIAS_GRADIENTS (RELATIVE_BIAS_GRADIENT && HAS_SOFTCAP)

@@ -160,7 +160,7 @@
 
 #define ELEMENT_BYTES (ELEMENT == 2 ? 4 : 2)
 // Scores are natural logarithms, which a bias of the least f32 needs; otherwise to the base 2, which saves a product.
-#define NATURAL_SCORES (ELEMENT == 2 || HAS_BIAS)
+#define NATURAL_SCORES (ELEMENT == 2 || HAS_BIAS || HAS_RELATIVE_BIAS)
 #define BIAS_BYTES (HAS_BIAS == 2 ? 4 : ELEMENT_BYTES)
 // Columns of a tile: D and D_v rounded up to matrices of 16, with zeros behind.
 #define HEAD_COLUMNS ((HEAD_DIM + 15) / 16 * 16)

@@ -33,6 +33,7 @@ pub(crate) struct AttentionArguments {
     pub value_scales: Address,
     pub output: Address,
     pub log_sum_exp: Address,
+    pub row_statistics: Address,
 
     pub bias: Address,
     pub boolean_mask: Address,
@@ -109,6 +110,8 @@ pub(crate) struct AttentionArguments {
     pub section_heads: i32,
     pub query_tiles: i32,
     pub key_blocks: i32,
+    pub first_pair: i32,
+    pub pairs: i32,
 
     pub scale: f32,
     pub softcap: f32,
@@ -148,6 +151,7 @@ mod tests {
             value_scales,
             output,
             log_sum_exp,
+            row_statistics,
             bias,
             boolean_mask,
             alibi_slopes,
@@ -214,6 +218,8 @@ mod tests {
             section_heads,
             query_tiles,
             key_blocks,
+            first_pair,
+            pairs,
             scale,
             softcap,
             kept_weight_factor,

@@ -32,8 +32,8 @@ mod unsupported;
 
 pub use attention::{
     AttentionCall, BackwardInputs, BackwardKernel, Dropout, DropoutSeed, FirstPosition, ForwardOutput, Gradients,
-    Intervals, Kernel, KeyRanges, KvScales, OutputLayout, PackedSequences, RequestedGradients, ScoreModifiers,
-    is_available,
+    Intervals, Kernel, KeyRanges, KvScales, OutputLayout, PackedSequences, RequestedGradients, RequestedResults,
+    ScoreModifiers, is_available,
 };
 pub use capability::{Capability, Limits};
 pub use catalogue::{CatalogueEntry, CatalogueKernel};

@@ -107,6 +107,11 @@ impl Specialization {
         if self.element == Element::F32 { 32 } else { 16 }
     }
 
+    /// Returns whether scores are natural logarithms, so that the statistics of a row are two numbers.
+    pub fn has_natural_scores(&self) -> bool {
+        self.element == Element::F32 || self.bias.is_some() || self.relative_bias
+    }
+
     /// Returns the bytes of an element of the bias; 0 without a bias.
     pub fn bias_bytes(&self) -> usize {
         match self.bias {

@@ -175,6 +175,20 @@ pub struct ForwardOutput {
     pub log_sum_exp: Option<Storage>,
     /// (B, H, T_q).
     pub log_sum_exp_shape: Shape,
+    /// The numbers from which a backward pass computes the weights, in f32, if they were requested: the log-sum-exp in
+    /// two parts, since one f32 would lose the sum next to a large score.
+    pub statistics: Option<Storage>,
+    /// (2, B, H, T_q).
+    pub statistics_shape: Shape,
+}
+
+/// The results of a forward pass besides the attention output.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RequestedResults {
+    /// Whether to return the log-sum-exp.
+    pub log_sum_exp: bool,
+    /// Whether to return what a backward pass needs.
+    pub statistics: bool,
 }
 
 /// The inputs of a backward pass besides the call.
@@ -182,8 +196,8 @@ pub struct ForwardOutput {
 pub struct BackwardInputs<'a> {
     /// The output of the forward pass, contiguous in the shape in which it is stored.
     pub output: &'a Tensor,
-    /// The log-sum-exp of the forward pass, f32 (B, H, T_q).
-    pub log_sum_exp: &'a Tensor,
+    /// The statistics of the forward pass, f32 (2, B, H, T_q).
+    pub statistics: &'a Tensor,
     /// The gradient of the output, (B, H, T_q, D_v) in the dtype of the queries, with any strides but a contiguous last
     /// dimension.
     pub output_gradient: &'a Tensor,

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Shape};
 
-use super::call::{AttentionCall, ForwardOutput, OutputLayout};
+use super::call::{AttentionCall, ForwardOutput, OutputLayout, RequestedResults};
 use super::plan::ForwardChoice;
 use super::readings::{Readings, alignment, layout_strides};
 use super::sizes::Sizes;
@@ -14,18 +14,22 @@ use crate::tiles::{DecodeTile, ForwardTile};
 use crate::unsupported::Unsupported;
 
 impl AttentionCall {
-    /// Computes the attention output, and the log-sum-exp if `with_log_sum_exp`.
+    /// Computes the attention output and the other results that are requested.
     ///
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or one does not compile or launch.
-    pub fn forward(&self, with_log_sum_exp: bool) -> Result<ForwardOutput> {
+    pub fn forward(&self, requested: RequestedResults) -> Result<ForwardOutput> {
         let device = KernelDevice::of(self.q.device())?;
         let sizes = self.sizes()?;
         let choice = self.forward_choice(&sizes, &device.limits())?;
         let dtype = sizes.element.dtype();
         let mut output = device.uninitialized(dtype, sizes.rows() * sizes.value_dim)?;
-        let mut log_sum_exp = match with_log_sum_exp {
+        let mut log_sum_exp = match requested.log_sum_exp {
             true => Some(device.uninitialized(DType::F32, sizes.rows())?),
+            false => None,
+        };
+        let mut statistics = match requested.statistics {
+            true => Some(device.uninitialized(DType::F32, 2 * sizes.rows())?),
             false => None,
         };
         let mut parts = match choice {
@@ -39,9 +43,10 @@ impl AttentionCall {
         arguments.output = operands.write("the output", &mut output)?;
         arguments.output_strides = output_strides(self.output_layout, &sizes);
         arguments.log_sum_exp = operands.write_optional("the log-sum-exp", log_sum_exp.as_mut())?;
-        if let Some(DecodeParts { outputs, statistics }) = &mut parts {
-            arguments.partial_outputs = operands.write("the parts of the output", outputs)?;
-            arguments.partial_statistics = operands.write("the statistics of parts", statistics)?;
+        arguments.row_statistics = operands.write_optional("the statistics of rows", statistics.as_mut())?;
+        if let Some(parts) = &mut parts {
+            arguments.partial_outputs = operands.write("the parts of the output", &mut parts.outputs)?;
+            arguments.partial_statistics = operands.write("the statistics of parts", &mut parts.statistics)?;
         }
         let alignment = alignment(&arguments, self, &sizes);
         let specialization = self.specialization(&sizes, ModifierGradients::default(), alignment);
@@ -56,6 +61,8 @@ impl AttentionCall {
             output_shape: output_shape(self.output_layout, &sizes),
             log_sum_exp: log_sum_exp.map(|buffer| buffer.into_storage()),
             log_sum_exp_shape: (sizes.batch, sizes.heads, sizes.queries).into(),
+            statistics: statistics.map(|buffer| buffer.into_storage()),
+            statistics_shape: (2, sizes.batch, sizes.heads, sizes.queries).into(),
         })
     }
 }

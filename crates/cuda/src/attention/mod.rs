@@ -19,6 +19,6 @@ pub(crate) use catalogue::entries;
 
 pub use call::{
     AttentionCall, BackwardInputs, Dropout, DropoutSeed, FirstPosition, ForwardOutput, Gradients, Intervals, KeyRanges,
-    KvScales, OutputLayout, PackedSequences, RequestedGradients, ScoreModifiers,
+    KvScales, OutputLayout, PackedSequences, RequestedGradients, RequestedResults, ScoreModifiers,
 };
 pub use plan::{BackwardKernel, Kernel, is_available};

@@ -64,6 +64,11 @@ impl KernelDevice {
         }
     }
 
+    /// Returns whether kernels run on the emulator.
+    pub fn is_emulator(&self) -> bool {
+        matches!(self, Self::Emulator)
+    }
+
     /// Returns what a kernel may use of the device. The emulator has the limits of an A100.
     pub fn limits(&self) -> Limits {
         match self {

@@ -192,8 +192,10 @@ impl BackwardTile {
         let keys = self.key_block();
         let scores = keys * (queries * specialization.element.bytes() + specialization.row_padding());
         let gradients = specialization.gradients;
-        // Keys and values, two tiles of queries and of gradients of the output, and 16 bytes for each of these queries.
-        let mut bytes = keys * pitches + 2 * queries * pitches + 2 * queries * 16;
+        // Keys and values, two tiles of queries and of gradients of the output, and some numbers for each of these
+        // queries.
+        let statistics = if specialization.has_natural_scores() { 20 } else { 16 };
+        let mut bytes = keys * pitches + 2 * queries * pitches + 2 * queries * statistics;
         if self.is_fused() || warps_per_keys > 1 || gradients.relative_bias {
             bytes += scores;
         }

@@ -109,7 +109,7 @@ fn gradients_in_the_order_of_tokens_have_the_same_bits() -> Result<()> {
         let output_gradient = numbers(4, &[sizes.b, sizes.h, sizes.t_q, sizes.d_v], DType::F32)?;
         let inputs = BackwardInputs {
             output: &forward.output,
-            log_sum_exp: &forward.log_sum_exp,
+            statistics: &forward.statistics,
             output_gradient: &output_gradient,
             log_sum_exp_gradient: None,
         };

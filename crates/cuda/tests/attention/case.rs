@@ -1,7 +1,8 @@
 //! Inputs of calls, and comparisons.
 
 use candle_attention_cuda::{
-    AttentionCall, BackwardInputs, Gradients, KeyRanges, OutputLayout, RequestedGradients, ScoreModifiers,
+    AttentionCall, BackwardInputs, Gradients, KeyRanges, OutputLayout, RequestedGradients, RequestedResults,
+    ScoreModifiers,
 };
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Tensor};
@@ -84,12 +85,13 @@ pub fn assert_close(name: &str, found: &Tensor, expected: &[f64], tolerance: f64
 pub struct Forward {
     /// As it is stored.
     pub output: Tensor,
-    pub log_sum_exp: Tensor,
+    /// The input of the backward pass.
+    pub statistics: Tensor,
 }
 
 /// Runs a forward pass and checks its results.
 pub fn check_forward(call: &AttentionCall) -> Result<Forward> {
-    let found = call.forward(true)?;
+    let found = call.forward(RequestedResults { log_sum_exp: true, statistics: true })?;
     let output = Tensor::from_storage(found.output, found.output_shape, BackpropOp::none(), false);
     let log_sum_exp = found.log_sum_exp.expect("a log-sum-exp");
     let log_sum_exp = Tensor::from_storage(log_sum_exp, found.log_sum_exp_shape, BackpropOp::none(), false);
@@ -100,7 +102,9 @@ pub fn check_forward(call: &AttentionCall) -> Result<Forward> {
     };
     assert_close("the output", &in_order, &expected.output, tolerance(call.q.dtype()))?;
     assert_close("the log-sum-exp", &log_sum_exp, &expected.log_sum_exp, 1e-5)?;
-    Ok(Forward { output, log_sum_exp })
+    let statistics = found.statistics.expect("statistics");
+    let statistics = Tensor::from_storage(statistics, found.statistics_shape, BackpropOp::none(), false);
+    Ok(Forward { output, statistics })
 }
 
 /// The gradients of everything.
@@ -123,7 +127,7 @@ pub fn check_backward(call: &AttentionCall) -> Result<Gradients> {
     let log_sum_exp_gradient = numbers(5, &[b, h, t_q], DType::F32)?;
     let inputs = BackwardInputs {
         output: &forward.output,
-        log_sum_exp: &forward.log_sum_exp,
+        statistics: &forward.statistics,
         output_gradient: &output_gradient,
         log_sum_exp_gradient: Some(&log_sum_exp_gradient),
     };

@@ -1,7 +1,7 @@
 //! The choice of kernels, and the reasons against them.
 
 use candle_attention_cuda::{AttentionCall, FirstPosition, Kernel, KeyRanges, RequestedGradients, ScoreModifiers};
-use candle_attention_cuda::{KvScales, is_available};
+use candle_attention_cuda::{KvScales, RequestedResults, is_available};
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::case::{FEW_QUERIES, MANY_QUERIES, Sizes, integers, numbers};
@@ -10,7 +10,7 @@ use super::case::{FEW_QUERIES, MANY_QUERIES, Sizes, integers, numbers};
 fn check_reason(call: &AttentionCall, expected: &str) {
     let reason = call.plan().expect_err("a reason");
     assert!(reason.reason().contains(expected), "{reason}");
-    let error = call.forward(false).expect_err("an error").to_string();
+    let error = call.forward(RequestedResults::default()).expect_err("an error").to_string();
     assert!(error.contains(expected), "{error}");
 }
 

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use candle_attention_cuda::{
-    AttentionCall, BackwardInputs, ForwardOutput, Gradients, OutputLayout, RequestedGradients,
+    AttentionCall, BackwardInputs, ForwardOutput, Gradients, OutputLayout, RequestedGradients, RequestedResults,
 };
 use candle_core::op::BackpropOp;
-use candle_core::{Error, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{Error, Result, Shape, Storage, Tensor};
 
 use super::super::call::{Qkv, swapped_for};
 use super::super::score_tensors::{ByInput, is_tracked};
@@ -19,14 +19,15 @@ const NAME: &str = "flash-attention";
 /// Runs the kernels and returns the output as it is stored, with gradients for the inputs that are tracked.
 pub(super) fn output(cuda_call: CudaCall) -> Result<Tensor> {
     cuda_call.prepare_backward()?;
-    let forward = cuda_call.attention.forward(cuda_call.tracks_gradients())?;
-    let ForwardOutput { output, output_shape, log_sum_exp, log_sum_exp_shape } = forward;
-    let lse = log_sum_exp.map(|storage| untracked(storage, log_sum_exp_shape));
+    let requested = RequestedResults { log_sum_exp: false, statistics: cuda_call.tracks_gradients() };
+    let forward = cuda_call.attention.forward(requested)?;
+    let ForwardOutput { output, output_shape, statistics, statistics_shape, .. } = forward;
+    let statistics = statistics.map(|storage| untracked(storage, statistics_shape));
     let cuda_call = Arc::new(cuda_call);
     let shared = cuda_call.clone();
     let backward = move |stored: &Tensor, gradient: &Tensor| {
-        let lse = lse.as_ref().ok_or_else(missing_lse)?;
-        Ok(shared.gradients(stored, lse, gradient, None)?.in_order().into())
+        let statistics = statistics.as_ref().ok_or_else(|| missing("statistics"))?;
+        Ok(shared.gradients(stored, statistics, gradient, None)?.in_order().into())
     };
     record(NAME, &cuda_call.inputs().in_order(), output, output_shape, backward)
 }
@@ -34,22 +35,19 @@ pub(super) fn output(cuda_call: CudaCall) -> Result<Tensor> {
 /// Runs the kernels and returns the output as it is stored, and the log-sum-exp, as [`output`] does.
 pub(super) fn output_and_lse(cuda_call: CudaCall) -> Result<(Tensor, Tensor)> {
     cuda_call.prepare_backward()?;
-    let forward = cuda_call.attention.forward(true)?;
-    let ForwardOutput { output, output_shape, log_sum_exp, log_sum_exp_shape: lse_shape } = forward;
-    let storage = log_sum_exp.ok_or_else(missing_lse)?;
-    // The graph owns the numbers that are returned, so that the backward pass needs a copy.
-    let kept = match cuda_call.tracks_gradients() {
-        true => Some(untracked(storage.try_clone(&Layout::contiguous(&lse_shape))?, lse_shape.clone())),
-        false => None,
-    };
+    let requested = RequestedResults { log_sum_exp: true, statistics: cuda_call.tracks_gradients() };
+    let forward = cuda_call.attention.forward(requested)?;
+    let ForwardOutput { output, output_shape, log_sum_exp, log_sum_exp_shape, statistics, statistics_shape } = forward;
+    let lse = log_sum_exp.ok_or_else(|| missing("log-sum-exp"))?;
+    let statistics = statistics.map(|storage| untracked(storage, statistics_shape));
     let cuda_call = Arc::new(cuda_call);
     let shared = cuda_call.clone();
     let backward = move |stored: &Tensor, gradient: &Tensor, lse_gradient: Option<Tensor>| {
-        let lse = kept.as_ref().ok_or_else(missing_lse)?;
-        Ok(shared.gradients(stored, lse, gradient, lse_gradient)?.in_order().into())
+        let statistics = statistics.as_ref().ok_or_else(|| missing("statistics"))?;
+        Ok(shared.gradients(stored, statistics, gradient, lse_gradient)?.in_order().into())
     };
-    let shapes = [output_shape, lse_shape];
-    let [output, lse] = record_two(NAME, &cuda_call.inputs().in_order(), shapes, output, storage, backward)?;
+    let shapes = [output_shape, log_sum_exp_shape];
+    let [output, lse] = record_two(NAME, &cuda_call.inputs().in_order(), shapes, output, lse, backward)?;
     Ok((output, lse))
 }
 
@@ -57,8 +55,8 @@ fn untracked(storage: Storage, shape: Shape) -> Tensor {
     Tensor::from_storage(storage, shape, BackpropOp::none(), false)
 }
 
-fn missing_lse() -> Error {
-    Error::msg(format!("[{NAME}] the forward pass has no log-sum-exp, expected one for its backward pass"))
+fn missing(result: &str) -> Error {
+    Error::msg(format!("[{NAME}] expected a forward pass with its {result}, found none"))
 }
 
 impl CudaCall {
@@ -109,7 +107,7 @@ impl CudaCall {
     fn gradients(
         &self,
         output: &Tensor,
-        lse: &Tensor,
+        statistics: &Tensor,
         output_gradient: &Tensor,
         lse_gradient: Option<Tensor>,
     ) -> Result<ByInput<Option<Tensor>>> {
@@ -122,7 +120,7 @@ impl CudaCall {
         };
         let backward = BackwardInputs {
             output,
-            log_sum_exp: lse,
+            statistics,
             output_gradient: &output_gradient,
             log_sum_exp_gradient: lse_gradient.as_ref(),
         };

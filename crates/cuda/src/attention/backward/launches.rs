@@ -14,6 +14,15 @@ pub(super) struct BackwardLaunch {
     pub launch: Launch,
     /// The places of a kernel of queries or of keys; `None` for the others.
     places: Option<BlockPlaces>,
+    /// The pairs of a launch of the kernel of keys, and of the kernel that sums the gradients of a relative bias.
+    pairs: Option<Pairs>,
+}
+
+/// Successive pairs of a sequence and a key head.
+#[derive(Clone, Copy)]
+struct Pairs {
+    first: usize,
+    count: usize,
 }
 
 /// The blocks of a kernel of queries or of keys, which compute their places from the index.
@@ -33,11 +42,11 @@ impl BackwardPlan {
         match self.tile.queries {
             QueryGradient::Separate(tile) => {
                 launches.push(self.query_gradients(kernels.query_gradients, tile.block()));
-                launches.push(self.key_gradients(kernels.key_gradients));
+                launches.extend(self.key_gradients(&kernels));
             }
             QueryGradient::Fused { .. } => {
                 let Sizes { sequences, heads, .. } = self.sizes;
-                launches.push(self.key_gradients(kernels.key_gradients));
+                launches.extend(self.key_gradients(&kernels));
                 // The sums of the fused kernel become the gradient of queries.
                 let grid = Grid { x: self.query_tiles(), y: heads, z: sequences };
                 launches.push(BackwardLaunch::new(kernels.query_gradients, grid));
@@ -65,13 +74,30 @@ impl BackwardPlan {
         BackwardLaunch::with_places(kernel, longest_queries.div_ceil(block), heads * sequences)
     }
 
-    /// Returns the launch of the kernel of the gradients of keys and values.
-    fn key_gradients(&self, kernel: KernelShape) -> BackwardLaunch {
-        let Sizes { sequences, key_heads, .. } = self.sizes;
-        BackwardLaunch::with_places(kernel, self.key_blocks(), key_heads * sequences)
+    /// Returns the launches of the kernel of the gradients of keys and values, each with that of the kernel that sums
+    /// the gradients of a relative bias.
+    fn key_gradients(&self, kernels: &BackwardKernels) -> Vec<BackwardLaunch> {
+        let blocks = self.key_blocks();
+        let all_pairs = self.pairs();
+        let pairs_of_launch = self.pairs_of_launch();
+        let mut launches = Vec::new();
+        for first in (0..all_pairs).step_by(pairs_of_launch) {
+            let pairs = Pairs { first, count: pairs_of_launch.min(all_pairs - first) };
+            let mut of_keys = BackwardLaunch::with_places(kernels.key_gradients, blocks, pairs.count);
+            of_keys.pairs = Some(pairs);
+            launches.push(of_keys);
+            if self.specialization.gradients.relative_bias {
+                let x = self.sizes.distances().div_ceil(SMALL_BLOCK_THREADS);
+                let grid = Grid { x, y: self.sizes.heads, z: self.relative_bias_sequences() };
+                let mut of_sums = BackwardLaunch::new(kernels.relative_bias, grid);
+                of_sums.pairs = Some(pairs);
+                launches.push(of_sums);
+            }
+        }
+        launches
     }
 
-    /// Returns the launches of the kernels that sum the gradients of score modifiers.
+    /// Returns the launches of the kernels that sum the gradients of the bias and of slopes.
     fn modifier_sums(&self, kernels: &BackwardKernels) -> Vec<BackwardLaunch> {
         let Sizes { heads, .. } = self.sizes;
         let gradients = self.specialization.gradients;
@@ -86,23 +112,18 @@ impl BackwardPlan {
         if gradients.slopes {
             launches.push(BackwardLaunch::new(kernels.slopes, Grid::linear(heads)));
         }
-        if gradients.relative_bias {
-            let blocks = self.sizes.distances().div_ceil(SMALL_BLOCK_THREADS);
-            let grid = Grid { x: blocks, y: heads, z: self.relative_bias_sequences() };
-            launches.push(BackwardLaunch::new(kernels.relative_bias, grid));
-        }
         launches
     }
 }
 
 impl BackwardLaunch {
     fn new(kernel: KernelShape, grid: Grid) -> Self {
-        Self { launch: Launch::new(kernel, grid), places: None }
+        Self { launch: Launch::new(kernel, grid), places: None, pairs: None }
     }
 
     fn with_places(kernel: KernelShape, blocks: usize, heads: usize) -> Self {
         let grid = Grid { x: blocks, y: heads, z: 1 };
-        Self { launch: Launch::new(kernel, grid), places: Some(BlockPlaces { blocks, heads }) }
+        Self { launch: Launch::new(kernel, grid), places: Some(BlockPlaces { blocks, heads }), pairs: None }
     }
 
     /// Queues the kernel with the arguments of the pass.
@@ -111,6 +132,10 @@ impl BackwardLaunch {
         if let Some(BlockPlaces { blocks, heads }) = self.places {
             own.blocks = blocks as i32;
             own.section_heads = own.section_heads.min(i32::try_from(heads).unwrap_or(i32::MAX));
+        }
+        if let Some(Pairs { first, count }) = self.pairs {
+            own.first_pair = first as i32;
+            own.pairs = count as i32;
         }
         operands.launch(program, &self.launch, &own)
     }

@@ -72,7 +72,7 @@ impl BackwardMemory {
             sinks: allocate_if(plan.has_sink_gradient, || floats(heads))?,
             slopes: allocate_if(gradients.slopes, || floats(heads))?,
             relative_bias: allocate_if(gradients.relative_bias, || {
-                floats(plan.relative_bias_sequences() * heads * distances)
+                zeros(plan.relative_bias_sequences() * heads * distances)
             })?,
             delta: floats(rows)?,
             query_intervals: integers(batch * queries * 2)?,
@@ -80,7 +80,9 @@ impl BackwardMemory {
             query_sums: allocate_if(is_fused, || floats(tiles * sums))?,
             query_turns: allocate_if(is_fused, || integers(tiles))?,
             slope_parts: allocate_if(gradients.slopes, || zeros(key_parts * plan.tile.keys.warps))?,
-            relative_bias_parts: allocate_if(gradients.relative_bias, || zeros(key_parts * distances))?,
+            relative_bias_parts: allocate_if(gradients.relative_bias, || {
+                zeros(plan.pairs_of_launch() * plan.parts_of_pair())
+            })?,
         })
     }
 

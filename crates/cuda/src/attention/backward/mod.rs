@@ -18,6 +18,13 @@ use crate::tiles::BackwardTile;
 use crate::unsupported::Unsupported;
 use memory::{BackwardMemory, BiasGradient};
 
+/// The most bytes for the sums of blocks, of which the gradient of a relative bias is the sum, unless one sequence and
+/// one key head need more.
+const MOST_PART_BYTES: usize = 256 << 20;
+
+/// The limit on the emulator, whose tests have few keys.
+const MOST_PART_BYTES_OF_EMULATOR: usize = 8 << 10;
+
 /// A backward pass: its sizes, and the kernels that it launches.
 #[derive(Clone, Copy)]
 pub(super) struct BackwardPlan {
@@ -29,6 +36,8 @@ pub(super) struct BackwardPlan {
     bias: Option<BiasGradient>,
     has_sink_gradient: bool,
     shares_relative_bias: bool,
+    /// The most bytes for the sums of blocks, as [`MOST_PART_BYTES`].
+    most_part_bytes: usize,
 }
 
 impl BackwardPlan {
@@ -55,6 +64,27 @@ impl BackwardPlan {
         self.sizes.longest_keys.div_ceil(self.tile.key_block())
     }
 
+    /// Returns the pairs of a sequence and a key head.
+    fn pairs(&self) -> usize {
+        self.sizes.sequences * self.sizes.key_heads
+    }
+
+    /// Returns the pairs that a launch of the kernel of keys has. For the gradient of a relative bias, each of their
+    /// blocks has a sum for each distance: if all pairs would take more than [`MOST_PART_BYTES`], several launches use
+    /// the same memory, one after the other.
+    fn pairs_of_launch(&self) -> usize {
+        if !self.specialization.gradients.relative_bias {
+            return self.pairs();
+        }
+        let most = (self.most_part_bytes / (self.parts_of_pair() * size_of::<f32>())).max(1);
+        self.pairs().div_ceil(self.pairs().div_ceil(most))
+    }
+
+    /// Returns the numbers of a pair that are summed to the gradient of a relative bias.
+    fn parts_of_pair(&self) -> usize {
+        self.sizes.group() * self.key_blocks() * self.sizes.distances()
+    }
+
     /// Returns the sequences that have a relative bias.
     fn relative_bias_sequences(&self) -> usize {
         if self.shares_relative_bias { 1 } else { self.sizes.sequences }
@@ -74,18 +104,20 @@ impl AttentionCall {
         let plan = self.backward_plan(sizes, wanted, &device.limits())?;
         let BackwardPlan { specialization, tile, .. } = plan;
         self.check_inputs(inputs, &sizes)?;
+        let most_part_bytes = if device.is_emulator() { MOST_PART_BYTES_OF_EMULATOR } else { plan.most_part_bytes };
+        let plan = BackwardPlan { most_part_bytes, ..plan };
         let mut memory = BackwardMemory::new(&device, &plan)?;
 
         let readings = Readings::new(self);
         let output = Reading::new(inputs.output);
-        let log_sum_exp = Reading::new(inputs.log_sum_exp);
+        let statistics = Reading::new(inputs.statistics);
         let output_gradient = Reading::new(inputs.output_gradient);
         let log_sum_exp_gradient = inputs.log_sum_exp_gradient.map(Reading::new);
         let mut operands = Operands::new(&device);
         let mut arguments = readings.arguments(&mut operands, &sizes)?;
         arguments.output = operands.read("the output", &output)?;
         arguments.output_strides = output_strides(self.output_layout, &sizes);
-        arguments.log_sum_exp = operands.read("the log-sum-exp", &log_sum_exp)?;
+        arguments.row_statistics = operands.read("the statistics of rows", &statistics)?;
         arguments.output_gradient = operands.read("the gradient of the output", &output_gradient)?;
         arguments.output_gradient_strides = row_strides(&output_gradient);
         arguments.log_sum_exp_gradient =
@@ -145,6 +177,7 @@ impl AttentionCall {
             bias: self.bias_gradient(&sizes, wanted),
             has_sink_gradient: wanted.sinks && self.scores.sinks.is_some(),
             shares_relative_bias: self.scores.relative_bias.as_ref().is_some_and(|biases| biases.dims()[0] == 1),
+            most_part_bytes: MOST_PART_BYTES,
         };
         for planned in plan.launches() {
             planned.launch.check()?;
@@ -166,9 +199,9 @@ impl AttentionCall {
         let dtype = sizes.element.dtype();
         let rows = [batch, heads, queries];
         check_input("the output", inputs.output, output_shape(self.output_layout, sizes).dims(), dtype)?;
-        check_input("the log-sum-exp", inputs.log_sum_exp, &rows, DType::F32)?;
+        check_input("the statistics of rows", inputs.statistics, &[2, batch, heads, queries], DType::F32)?;
         check_input("the gradient of the output", inputs.output_gradient, &[batch, heads, queries, value_dim], dtype)?;
-        let mut contiguous = vec![("the output", inputs.output), ("the log-sum-exp", inputs.log_sum_exp)];
+        let mut contiguous = vec![("the output", inputs.output), ("the statistics of rows", inputs.statistics)];
         if let Some(gradient) = inputs.log_sum_exp_gradient {
             check_input("the gradient of the log-sum-exp", gradient, &rows, DType::F32)?;
             contiguous.push(("the gradient of the log-sum-exp", gradient));

@@ -6,6 +6,7 @@
 mod caches;
 mod dropout;
 mod isolation;
+mod large_biases;
 mod masks;
 mod modifiers;
 mod packed;

@@ -78,6 +78,8 @@ pub struct Problem {
     pub bias: Option<[usize; 4]>,
     /// Whether the kernels read the bias in the dtype of the queries, which rounds it, instead of in f32.
     pub bias_in_half: bool,
+    /// The number that every bias and every relative bias is, instead of random ones.
+    pub bias_value: Option<f64>,
     pub has_slopes: bool,
     /// The dimensions of a relative bias, if there is one.
     pub relative_bias: Option<Vec<usize>>,
@@ -123,6 +125,7 @@ impl Problem {
             sequences: None,
             bias: None,
             bias_in_half: false,
+            bias_value: None,
             has_slopes: false,
             relative_bias: None,
             has_sinks: false,
@@ -168,13 +171,17 @@ impl Problem {
         };
         let b_kv = if self.order == Order::SharedKeys { 1 } else { b };
         let optional = |dims: Option<&[usize]>| dims.map(|dims| draw(dims, DType::F32)).transpose();
+        let biases = |dims: Option<&[usize]>| -> Result<Option<Var>> {
+            let (Some(dims), Some(value)) = (dims, self.bias_value) else { return optional(dims) };
+            Ok(Some(Var::from_tensor(&Tensor::full(value as f32, dims, &Device::Cpu)?)?))
+        };
         Ok(Variables {
             q: rows(b, h, t_q, d)?,
             k: rows(b_kv, h_kv, t_kv, d)?,
             v: rows(b_kv, h_kv, t_kv, d_v)?,
-            bias: optional(self.bias.as_ref().map(|dims| dims.as_slice()))?,
+            bias: biases(self.bias.as_ref().map(|dims| dims.as_slice()))?,
             slopes: optional(self.has_slopes.then_some(&[h][..]))?,
-            relative_bias: optional(self.relative_bias.as_deref())?,
+            relative_bias: biases(self.relative_bias.as_deref())?,
             sinks: optional(self.has_sinks.then_some(&[h][..]))?,
         })
     }
