@@ -56,7 +56,7 @@ const BETWEEN: Filter = Filter { cubic: Some(-0.75), antialias: false };
 pub struct Output {
     /// The embedding (E,), or as wide as CLIP's projection.
     pub embedding: Tensor,
-    /// The attention weights of the class token to each patch in one layer: (H, rows, columns).
+    /// The attention weights of the class token to each patch in one layer, on the CPU: (H, rows, columns).
     pub attention: Tensor,
 }
 
@@ -151,7 +151,8 @@ impl Encoder {
             Ok(output)
         })?;
         let weights = weights.with_context(|| format!("[encoder] there is no layer {layer}"))?;
-        let attention = weights.reshape(((), grid.rows, grid.columns))?.to_dtype(DType::F32)?;
+        let attention =
+            weights.reshape(((), grid.rows, grid.columns))?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?;
         Ok(Output { embedding, attention })
     }
 

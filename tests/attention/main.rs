@@ -61,6 +61,7 @@ use proptest::sample::select;
 use recipe::{Chosen, DTYPES, Kind, LENGTHS, Reach, Recipe, WIDTHS, dtypes, for_all, kernel_recipes, recipes, wide};
 use tensors::*;
 
+mod backends;
 mod backward_passes;
 mod calls;
 mod delta;

@@ -319,7 +319,8 @@ fn masks_and_lengths_beyond_memory_are_an_error() -> Result<()> {
     Ok(())
 }
 
-/// Checks that entries outside of a view are not read, and that entries that a view repeats are read once.
+/// Checks that entries outside of a view are not read, and that entries that a view repeats are read once. On another
+/// device than the CPU, no entries are read.
 fn bool_mask_checks_only_entries_of_its_view(device: &Device) -> Result<()> {
     let bytes = Tensor::new(&[[7u8, 1, 0, 1], [9, 0, 1, 2]], device)?;
     let resolve = |keep: &Tensor| AttentionMask::none().with_bool_mask(keep).resolve(1, 2, 2).map(drop);
@@ -327,6 +328,10 @@ fn bool_mask_checks_only_entries_of_its_view(device: &Device) -> Result<()> {
     resolve(&bytes.narrow(1, 1, 2)?.t()?)?;
     resolve(&bytes.narrow(1, 1, 1)?.narrow(0, 0, 1)?.broadcast_as((1 << 20, 1 << 20))?)?;
     for keep in [bytes.clone(), bytes.narrow(1, 2, 2)?.t()?, bytes.narrow(1, 3, 1)?.broadcast_as((2, 1 << 40))?] {
+        if !device.is_cpu() {
+            resolve(&keep)?;
+            continue;
+        }
         let expected = format!(
             "[attention_mask] bool_mask has an entry {}, expected 1 (attend) or 0",
             if keep.elem_count() == 8 { 9 } else { 2 }

@@ -191,7 +191,7 @@ fn attention_mask_of_ones_and_zeros_masks_zeros(device: &Device) -> Result<()> {
         let b = rows.len();
         let seen: Vec<bool> = rows.iter().flat_map(|row| row.bytes()).map(|byte| byte == b'1').collect();
         let hidden: Vec<f64> = seen.iter().map(|&seen| if seen { 0.0 } else { f64::NEG_INFINITY }).collect();
-        let ones = Tensor::from_vec(seen.into_iter().map(u8::from).collect(), (b, 4), device)?;
+        let ones = copied_to(device, seen.into_iter().map(u8::from).collect(), (b, 4))?;
         for dtype in [DType::U8, DType::U32, DType::I64, DType::F32, DType::F16, DType::BF16] {
             let mask = AttentionMask::from_attention_mask(&ones.to_dtype(dtype)?)?;
             let written = mask.to_additive((b, 1, 1, 4), DType::F32, device)?;

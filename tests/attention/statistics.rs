@@ -102,9 +102,10 @@ fn statistics_of_random_calls_match_oracle(device: &Device) {
 
 /// Checks statistics against the weights (B, H, T_q, T_kv), by the definition of the reference path.
 pub fn assert_of(found: &AttentionStatistics, weights: &Tensor, tolerance: f64, what: &str) -> Result<()> {
-    let weights = weights.to_dtype(DType::F64)?;
+    // Metal has no f64.
+    let weights = weights.to_device(&CPU)?.to_dtype(DType::F64)?;
     let k = found.top_keys.dim(candle_core::D::Minus1)?;
-    let own = weights.contiguous()?.gather(&found.top_keys, weights.rank() - 1)?;
+    let own = weights.contiguous()?.gather(&found.top_keys.to_device(&CPU)?, weights.rank() - 1)?;
     assert_close(&found.top_weights, &own, tolerance, what);
     let (sorted, _) = weights.contiguous()?.sort_last_dim(false)?;
     assert_close(&found.top_weights, &sorted.narrow(weights.rank() - 1, 0, k)?, tolerance, what);

@@ -60,10 +60,13 @@ fn cache_without_its_last_sequence_is_empty_and_can_be_joined() -> Result<()> {
 /// Checks each error of a join, and that neither cache has changed.
 #[test]
 fn cache_join_with_another_format_is_an_error_that_changes_nothing() -> Result<()> {
+    if skips_device("Metal has no f64") {
+        return Ok(());
+    }
     let layer_of = |cfg: &Config| layer(cfg);
     let own = layer_of(&causal())?;
     let new = AttentionCacheConfig::new;
-    let f64_layer = layer_on(&causal(), DType::F64, &CPU)?;
+    let f64_layer = layer_on(&causal(), DType::F64, &DEVICE)?;
     let mut of_f64 = AttentionCache::default();
     f64_layer.forward_with(AttentionInput::new(&wave(1, 3, 64, 0.0)?.to_dtype(DType::F64)?).with_cache(&mut of_f64))?;
     let cases = [
@@ -99,6 +102,9 @@ fn cache_join_with_another_format_is_an_error_that_changes_nothing() -> Result<(
 /// Checks that beams of one input read its memory where it is, and compares each beam with the beam alone.
 #[test]
 fn memory_of_one_sequence_is_read_in_place_by_all_beams() -> Result<()> {
+    if skips_device("the allocations of the CPU are counted") {
+        return Ok(());
+    }
     let layer = layer(&Config::new(512, 4).with_num_kv_heads(2))?;
     let encoded = wave(1, 900, 512, 0.0)?;
     let memory = layer.project_memory(&encoded, &encoded)?;
@@ -127,8 +133,10 @@ fn memory_of_one_sequence_is_read_in_place_by_all_beams() -> Result<()> {
 /// Compares beam search over a decoder's cache and a memory with each beam alone, over random orders.
 #[test]
 fn beams_with_a_memory_match_each_beam_alone() -> Result<()> {
+    // The CPU computes each row by itself. The outputs are up to 41.
+    let tolerance = if DEVICE.is_cpu() { 1e-5 } else { 1e-3 };
     let own = layer(&causal())?;
-    let cross = layer_on(&Config::new(64, 4).with_add_zero_attn(true).with_bias_kv(true), DType::F32, &CPU)?;
+    let cross = layer_on(&Config::new(64, 4).with_add_zero_attn(true).with_bias_kv(true), DType::F32, &DEVICE)?;
     for seed in 0..20 {
         let random = &mut Random::new(seed);
         let inputs = 1 + random.up_to(2);
@@ -149,7 +157,7 @@ fn beams_with_a_memory_match_each_beam_alone() -> Result<()> {
                 let alone = own.forward(&Tensor::cat(tokens, 1)?)?.narrow(1, step as usize, 1)?.contiguous()?;
                 let source = encoded.narrow(0, *input, 1)?.contiguous()?;
                 let expected = cross.forward_with(AttentionInput::new(&alone).with_key_value(&source, &source))?;
-                assert_close(&ys.narrow(0, beam, 1)?, &expected, 1e-5, &format!("seed {seed}, beam {beam}"));
+                assert_close(&ys.narrow(0, beam, 1)?, &expected, tolerance, &format!("seed {seed}, beam {beam}"));
             }
             let order: Vec<_> = (0..1 + random.up_to(4)).map(|_| random.up_to(texts.len() - 1)).collect();
             cache.reorder(&order)?;
@@ -191,17 +199,17 @@ fn new_token_mask_of_a_block_matches_a_mask_of_all_keys() -> Result<()> {
         let mut cache = AttentionCache::default();
         in_calls(&layer, &mut cache, &xs, &[5])?;
         let rows = [[1u8, 1, 0, 1], [1, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1]];
-        let mask = Tensor::new(&rows, &CPU)?;
+        let mask = Tensor::new(&rows, &DEVICE)?;
         let block = part(&xs, 5, 4)?;
         let ys = layer.forward_with(AttentionInput::new(&block).with_cache(&mut cache).with_new_token_mask(&mask))?;
         // The same layer without its causal mask, and that mask in the mask of the call.
-        let open = layer_on(&cfg.clone().with_causal(false), DType::F32, &CPU)?;
+        let open = layer_on(&cfg.clone().with_causal(false), DType::F32, &DEVICE)?;
         let allowed = |i: usize, j: usize| match (i.checked_sub(5), j.checked_sub(5)) {
             (Some(query), Some(key)) => rows[query][key],
             _ => u8::from(j <= i),
         };
         let entries: Vec<u8> = (0..81).map(|n| allowed(n / 9, n % 9)).collect();
-        let whole = AttentionMask::none().with_bool_mask(&Tensor::from_vec(entries, (9, 9), &CPU)?);
+        let whole = AttentionMask::none().with_bool_mask(&Tensor::from_vec(entries, (9, 9), &DEVICE)?);
         let expected =
             open.forward_with(AttentionInput::new(&xs).with_mask(&whole).with_backend(Backend::Reference))?;
         assert_near(&ys, &part(&expected, 5, 4)?, 1e-6, &format!("{cfg:?}"));
@@ -212,6 +220,9 @@ fn new_token_mask_of_a_block_matches_a_mask_of_all_keys() -> Result<()> {
 /// Checks the path of a tree, that it needs no cache, and that a layer of an earlier cache has it too.
 #[test]
 fn tree_over_a_cache_takes_the_fused_kernel() -> Result<()> {
+    if skips_device("the fused kernel computes on the CPU") {
+        return Ok(());
+    }
     let layer = layer(&causal())?;
     let tree = TokenTree::new(&[None, Some(0), Some(0), Some(2)])?;
     let xs = wave(2, 4, 64, 0.7)?;

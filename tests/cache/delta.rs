@@ -9,7 +9,7 @@ const CALLS: [usize; 5] = [0, 1, 2, 3, 5];
 
 fn net(dtype: DType) -> Result<GatedDeltaNet> {
     let cfg = GatedDeltaNetConfig::new(E, 4).with_num_key_heads(2).with_key_head_dim(6).with_value_head_dim(5);
-    GatedDeltaNet::load(&cfg, DeltaLayout::Qwen3_5, TorchSeed::new(3).var_builder(dtype, &CPU))
+    GatedDeltaNet::load(&cfg, DeltaLayout::Qwen3_5, TorchSeed::new(3).var_builder(dtype, &DEVICE))
 }
 
 fn call(net: &GatedDeltaNet, cache: &mut DeltaCache, xs: &Tensor) -> Result<Tensor> {
@@ -127,7 +127,7 @@ fn delta_cache_forks_and_beams_are_independent() -> Result<()> {
     for order in [vec![2, 0, 1], vec![1, 1], vec![0, 2, 2, 1]] {
         let mut beams = fork.fork()?;
         beams.reorder(&order)?;
-        let index = Tensor::from_iter(order.iter().map(|&n| n as u32), &CPU)?;
+        let index = Tensor::from_iter(order.iter().map(|&n| n as u32), &DEVICE)?;
         let own = xs.index_select(&index, 0)?;
         let expected = part(&net.forward(&own)?, 5, 3)?;
         for _ in 0..2 {
@@ -202,7 +202,8 @@ fn delta_cache_join_of_another_layer_is_an_error_that_changes_nothing() -> Resul
     cache.snapshot();
     let memory = cache.memory();
     let cfg = GatedDeltaNetConfig::new(E, 4).with_num_key_heads(2).with_key_head_dim(6).with_value_head_dim(7);
-    let other_net = GatedDeltaNet::load(&cfg, DeltaLayout::Qwen3_5, TorchSeed::new(3).var_builder(DType::F32, &CPU))?;
+    let other_net =
+        GatedDeltaNet::load(&cfg, DeltaLayout::Qwen3_5, TorchSeed::new(3).var_builder(DType::F32, &DEVICE))?;
     let mut other = DeltaCache::default();
     call(&other_net, &mut other, &wave(1, 3, E, 0.0)?)?;
     assert!(error_text(cache.join(&other)).contains("of the other cache have shape"), "another shape");
@@ -214,6 +215,9 @@ fn delta_cache_join_of_another_layer_is_an_error_that_changes_nothing() -> Resul
 
 #[test]
 fn delta_cache_in_every_dtype_matches_f64() -> Result<()> {
+    if skips_device("Metal has no f64") {
+        return Ok(());
+    }
     let xs = wave(2, 7, E, 0.0)?;
     let expected = net(DType::F64)?.forward(&xs.to_dtype(DType::F64)?)?.to_dtype(DType::F32)?;
     for (dtype, tolerance) in [(DType::F64, 1e-6), (DType::F32, 1e-5), (DType::F16, 1e-2), (DType::BF16, 6e-2)] {
@@ -234,11 +238,14 @@ fn delta_cache_in_every_dtype_matches_f64() -> Result<()> {
 #[test]
 fn delta_cache_reorder_after_short_calls_continues_chosen_sequences() -> Result<()> {
     for dtype in [DType::F32, DType::F64, DType::BF16] {
+        if dtype == DType::F64 && DEVICE.is_metal() {
+            continue;
+        }
         let net = net(dtype)?;
         let tolerance = if dtype == DType::BF16 { 6e-2 } else { 1e-5 };
         for (first, second) in CALLS.into_iter().flat_map(|first| CALLS.map(|second| (first, second))) {
             for order in [vec![0, 1, 2], vec![2, 0, 1], vec![1, 1, 0, 2]] {
-                let index = Tensor::from_iter(order.iter().map(|&n| n as u32), &CPU)?;
+                let index = Tensor::from_iter(order.iter().map(|&n| n as u32), &DEVICE)?;
                 let prompt = wave(3, 2 * (first + second) + 3, E, 0.0)?.to_dtype(dtype)?;
                 let mut cache = DeltaCache::default();
                 call(&net, &mut cache, &part(&prompt, 0, first)?)?;

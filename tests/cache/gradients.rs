@@ -10,7 +10,7 @@ fn config() -> Config {
 
 fn trained(cfg: &Config) -> Result<(VarMap, MultiHeadAttention)> {
     let vars = VarMap::new();
-    let layer = MultiHeadAttention::new(cfg, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+    let layer = MultiHeadAttention::new(cfg, VarBuilder::from_varmap(&vars, DType::F32, &DEVICE))?;
     Ok((vars, layer))
 }
 
@@ -18,6 +18,9 @@ fn trained(cfg: &Config) -> Result<(VarMap, MultiHeadAttention)> {
 /// generation with a model in training runs on the fused kernel, and the projections of cached keys get no gradients.
 #[test]
 fn cache_call_reads_variables_every_time() -> Result<()> {
+    if skips_device("the fused kernel computes on the CPU") {
+        return Ok(());
+    }
     let latent = LatentConfig::new(8, 2).with_q_lora_rank(4).with_kv_lora_rank(6).with_rope_head_dim(2).with_bias(true);
     let of_latents = ["kv_b_proj.weight", "o_proj.weight"];
     for (kind, expected) in
@@ -25,7 +28,7 @@ fn cache_call_reads_variables_every_time() -> Result<()> {
     {
         let vars = VarMap::new();
         let xs = wave(1, 4, 8, 0.0)?;
-        let layer = kind.layer(VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+        let layer = kind.layer(VarBuilder::from_varmap(&vars, DType::F32, &DEVICE))?;
         let named = BTreeMap::from_iter(vars.data().lock().expect("one thread").clone());
         for (n, var) in named.values().enumerate() {
             var.set(&(wave(1, 1, var.elem_count(), n as f32)?.reshape(var.shape())? * 0.5)?)?;
@@ -59,10 +62,10 @@ fn cache_call_reads_variables_every_time() -> Result<()> {
 
 /// Builds a layer of plain weights and one variable, its query projection.
 fn with_trained_queries(cfg: &Config) -> Result<(MultiHeadAttention, Var)> {
-    let mut weights = crate::by_hand::tensors(&crate::by_hand::parameters(cfg, 3), DType::F32, &CPU)?;
+    let mut weights = crate::by_hand::tensors(&crate::by_hand::parameters(cfg, 3), DType::F32, &DEVICE)?;
     let q_proj = Var::from_tensor(&weights["q_proj.weight"])?;
     weights.insert("q_proj.weight".into(), q_proj.as_tensor().clone());
-    Ok((MultiHeadAttention::new(cfg, VarBuilder::from_tensors(weights, DType::F32, &CPU))?, q_proj))
+    Ok((MultiHeadAttention::new(cfg, VarBuilder::from_tensors(weights, DType::F32, &DEVICE))?, q_proj))
 }
 
 /// Checks gradients that pass no cached key.
@@ -71,7 +74,7 @@ fn cache_call_keeps_gradients_of_queries_and_bias() -> Result<()> {
     let (layer, q_proj) = with_trained_queries(&config())?;
     let mut cache = AttentionCache::default();
     in_calls(&layer, &mut cache, &wave(2, 3, 8, 0.0)?, &[3])?;
-    let bias = Var::zeros((4, 2, 5), DType::F32, &CPU)?;
+    let bias = Var::zeros((4, 2, 5), DType::F32, &DEVICE)?;
     let mask = AttentionMask::none().with_bias(bias.as_tensor());
     let xs = wave(2, 2, 8, 0.0)?;
     let ys = layer.forward_with(AttentionInput::new(&xs).with_mask(&mask).with_cache(&mut cache))?;
@@ -111,7 +114,7 @@ fn cache_call_gradients_do_not_change_when_cache_is_used_again() -> Result<()> {
         let cfg = cfg.with_kv_sharing(KvSharing::EarlierLayer);
         let (later_vars, later) = trained(&cfg)?;
         let frozen = layer(&cfg)?;
-        let bias = Var::zeros((4, 4, 4), DType::F32, &CPU)?;
+        let bias = Var::zeros((4, 4, 4), DType::F32, &DEVICE)?;
         let mask = AttentionMask::none().with_bias(bias.as_tensor());
         let xs = wave(1, 4, 8, 0.0)?;
         let gradients = |again: Option<Use>| -> Result<Vec<Tensor>> {

@@ -48,11 +48,9 @@ use layer_kind::{Layer, LayerKind};
 use oracle::{Alignment, Dims, Lens, Mask, Part};
 use registry::latent_of;
 
-const CPU: Device = Device::Cpu;
-
 /// Builds a layer of random weights that are plain tensors, with a relative bias if the config has one.
 fn layer(cfg: &Config) -> Result<MultiHeadAttention> {
-    layer_on(cfg, DType::F32, &CPU)
+    layer_on(cfg, DType::F32, &DEVICE)
 }
 
 fn latents(cfg: LatentConfig, dtype: DType, device: &Device) -> Result<Box<dyn Layer>> {
@@ -75,7 +73,7 @@ fn with_bias(layer: MultiHeadAttention, dtype: DType, device: &Device) -> Result
 /// Returns numbers (B, T, E) in [-1, 1], different ones for each `first`.
 fn wave(b: usize, t: usize, width: usize, first: f32) -> Result<Tensor> {
     let data: Vec<f32> = (0..b * t * width).map(|n| (n as f32 * 0.7 + first).sin()).collect();
-    Tensor::from_vec(data, (b, t, width), &CPU)
+    copied_to(&DEVICE, data, (b, t, width))
 }
 
 /// Returns some positions of (B, T, E).

@@ -382,10 +382,10 @@ fn rope_scaled_by_length_of_left_padded_rows_matches_rows_alone(device: &Device)
 /// Checks that positions are an error where it is not known which keys they would be compared with.
 #[test]
 fn positions_with_chunks_of_other_keys_are_an_error() -> Result<()> {
-    let layer = seeded::layer(&Config::new(WIDTH, 2).with_chunk(2), DType::F32, &CPU)?;
+    let layer = seeded::layer(&Config::new(WIDTH, 2).with_chunk(2), DType::F32, &DEVICE)?;
     let xs = wave(1, 3, WIDTH, 0.0)?;
     let others = wave(1, 4, WIDTH, 1.0)?;
-    let positions = Tensor::new(&[0u32, 1, 2], &CPU)?;
+    let positions = Tensor::new(&[0u32, 1, 2], &DEVICE)?;
     let other_keys = AttentionInput::new(&xs).with_key_value(&others, &others).with_positions(&positions);
     let text = error_text(layer.forward_with(other_keys));
     assert!(text.contains("positions were given with keys of other inputs and a mask that has chunks"), "{text}");

@@ -149,7 +149,7 @@ impl<'a> Program<'a> {
         let drawn = self.setup.draws_masks.then(|| Drawn::draw(random, &call));
         let mask = drawn.as_ref().map_or(Ok(AttentionMask::none()), |drawn| drawn.of_call(&call, device))?;
         let mask = self.setup.mask.and(&mask);
-        let xs = Tensor::from_vec(data, (b, t, EMBED_DIM), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+        let xs = copied_to(device, data, (b, t, EMBED_DIM))?.to_dtype(dtype)?;
         let given = match for_all {
             true => Tensor::from_vec(given, t, &Device::Cpu)?.to_dtype(DType::I64)?,
             false => Tensor::from_vec(given, (b, t), &Device::Cpu)?,
@@ -196,8 +196,7 @@ impl<'a> Program<'a> {
     /// Returns the outputs of a sequence in one call without a cache.
     fn alone(&self, sequence: &Sequence, mask: &AttentionMask) -> Result<Tensor> {
         let Setup { layer, dtype, device, .. } = self.setup;
-        let xs = Tensor::from_slice(&sequence.tokens, (sequence.len(), EMBED_DIM), &Device::Cpu)?;
-        let xs = xs.to_dtype(dtype)?.to_device(device)?;
+        let xs = copied_to(device, sequence.tokens.clone(), (sequence.len(), EMBED_DIM))?.to_dtype(dtype)?;
         let positions = Tensor::new(sequence.positions.as_slice(), &Device::Cpu)?;
         let mask = self.setup.mask.and(mask);
         let memory = self.setup.earlier.map(|earlier| earlier.project_memory(&xs, &xs)).transpose()?;
@@ -299,7 +298,7 @@ impl<'a> Program<'a> {
             let own = (n * t + starts[n]) * EMBED_DIM..(n * t + ends[n]) * EMBED_DIM;
             data[own].iter_mut().for_each(|number| *number = random.between(-1.0, 1.0) as f32);
         }
-        let xs = Tensor::from_slice(&data, (b, t, EMBED_DIM), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
+        let xs = copied_to(device, data.clone(), (b, t, EMBED_DIM))?.to_dtype(dtype)?;
         let backend = if random.chance(0.25) { Backend::Reference } else { Backend::Auto };
         let input = || {
             let input = AttentionInput::new(&xs).with_mask(mask).with_backend(backend);

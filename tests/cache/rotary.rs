@@ -25,7 +25,7 @@ fn rope_scaling_by_length_with_cache_matches_transformers() -> Result<()> {
     {
         let rope = RopeConfig::new(100.0).with_scaling(scaling);
         let cfg = Config::new(16, 2).with_num_kv_heads(1).with_head_dim(8).with_causal(true).with_rope(rope);
-        let layer = MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU))?;
+        let layer = MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(tensors.clone(), DType::F32, &DEVICE))?;
         let mut cache = AttentionCache::default();
         let mut at = 0;
         let mut found = Vec::new();
@@ -35,7 +35,7 @@ fn rope_scaling_by_length_with_cache_matches_transformers() -> Result<()> {
             // The numbers have zeros at padding.
             let own: Vec<f32> =
                 padding.iter().flat_map(|&padding| (0..t).map(move |i| f32::from(u8::from(i >= padding)))).collect();
-            found.push(ys.broadcast_mul(&Tensor::from_vec(own, (2, t, 1), &CPU)?)?);
+            found.push(ys.broadcast_mul(&Tensor::from_vec(own, (2, t, 1), &DEVICE)?)?);
             at += t;
         }
         assert_eq!(cache.lens(), [10, 9]);

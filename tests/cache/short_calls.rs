@@ -34,7 +34,7 @@ fn setups() -> Result<Vec<Setup>> {
     let multi_head = multi_head.into_iter().map(|(cfg, cache)| (LayerKind::MultiHead(cfg), cache));
     let latent = [growing(), growing().with_q8()].map(|cache| (LayerKind::Latent(latent.clone()), cache));
     let of_kind = |(kind, cache): (LayerKind, AttentionCacheConfig)| {
-        Ok(Setup { layer: kind.of_parameters(&kind.parameters(3), DType::F32, &CPU)?, cache })
+        Ok(Setup { layer: kind.of_parameters(&kind.parameters(3), DType::F32, &DEVICE)?, cache })
     };
     multi_head.chain(latent).map(of_kind).collect()
 }
@@ -135,7 +135,7 @@ fn caches_go_on_after_edits_of_short_calls() -> Result<()> {
 #[test]
 fn cache_of_more_sequences_than_memory_is_rejected() -> Result<()> {
     let layer = layer(&Config::new(EMBED_DIM, 4).with_causal(true))?;
-    let xs = Tensor::zeros((1 << 44, 0, EMBED_DIM), DType::F32, &CPU)?;
+    let xs = Tensor::zeros((1 << 44, 0, EMBED_DIM), DType::F32, &DEVICE)?;
     let mut cache = AttentionCache::default();
     let text = error_text(layer.forward_with(AttentionInput::new(&xs).with_cache(&mut cache)));
     assert!(text.contains("the lengths of 17592186044416 sequences does not fit in memory"), "{text}");

@@ -95,14 +95,14 @@ fn two_calls(layer: &dyn Layer, mask: &AttentionMask) -> Result<()> {
 
 /// Makes two calls of a layer that is not causal.
 fn not_causal(kind: impl Fn(bool) -> LayerKind) -> Result<()> {
-    let layer = |causal| kind(causal).layer(TorchSeed::new(1).var_builder(DType::F32, &Device::Cpu));
+    let layer = |causal| kind(causal).layer(TorchSeed::new(1).var_builder(DType::F32, &DEVICE));
     let none = AttentionMask::none();
     two_calls(&*layer(true)?, &none)?;
     let layer = layer(false)?;
     layer.run(AttentionInput::new(&xs(1, 4)?).with_cache(&mut AttentionCache::default()))?;
     two_calls(&*layer, &AttentionMask::causal())?;
     two_calls(&*layer, &none.clone().with_local_window(3, 0))?;
-    two_calls(&*layer, &none.clone().with_bias(&Tensor::zeros((1, 1, 1, 1), DType::F32, &CPU)?))?;
+    two_calls(&*layer, &none.clone().with_bias(&Tensor::zeros((1, 1, 1, 1), DType::F32, &DEVICE)?))?;
     assert_silent("a causal layer or mask, a window that ends at the query, a bias, one call");
     two_calls(&*layer, &none)?;
     two_calls(&*layer, &none.with_local_window(3, 1))
@@ -113,7 +113,7 @@ fn stored_left_padding() -> Result<()> {
     let padding = AttentionMask::none().with_starts(vec![2, 0]);
     prompt_and_step(masked(&padding), masked(&padding))?;
     prompt_and_step(left_padded(&[2, 0]), NOTHING)?;
-    let tensor = AttentionMask::none().with_bool_mask(&Tensor::ones((2, 1, 1, 5), DType::U8, &CPU)?);
+    let tensor = AttentionMask::none().with_bool_mask(&Tensor::ones((2, 1, 1, 5), DType::U8, &DEVICE)?);
     prompt_and_step(masked(&padding), masked(&tensor))?;
     let none = AttentionMask::none().with_starts(vec![0, 0]);
     prompt_and_step(masked(&none), NOTHING)?;
@@ -133,7 +133,7 @@ fn stored_right_padding() -> Result<()> {
 }
 
 fn stored_padding_of_attention_mask() -> Result<()> {
-    let rows = |rows: &[[u32; 4]; 2]| AttentionMask::from_attention_mask(&Tensor::new(rows, &CPU)?);
+    let rows = |rows: &[[u32; 4]; 2]| AttentionMask::from_attention_mask(&Tensor::new(rows, &DEVICE)?);
     let full = rows(&[[1; 4]; 2])?;
     prompt_and_step(masked(&full), NOTHING)?;
     assert_silent("an attention mask of ones");
@@ -152,7 +152,7 @@ fn left_padding_counted_twice() -> Result<()> {
     prompt_and_step(left_padded(&starts), masked(&window))?;
     prompt_and_step(NOTHING, masked(&none().with_starts(vec![2, 0])))?;
     assert_silent("no mask that counts padding, or nothing left out");
-    let bias = Tensor::zeros((2, 1, 1, 5), DType::F32, &CPU)?;
+    let bias = Tensor::zeros((2, 1, 1, 5), DType::F32, &DEVICE)?;
     prompt_and_step(left_padded(&starts), masked(&none().with_bias(&bias)))?;
     prompt_and_step(left_padded(&starts), masked(&none().with_starts(vec![2, 0])))
 }
@@ -203,7 +203,7 @@ fn dropout_with_cache() -> Result<()> {
 }
 
 fn positions_that_go_back() -> Result<()> {
-    let tensor = |positions: &[u32]| Tensor::new(positions, &CPU);
+    let tensor = |positions: &[u32]| Tensor::new(positions, &DEVICE);
     let next = tensor(&[4])?;
     let first = tensor(&[0])?;
     prompt_and_step(NOTHING, at(&next))?;
@@ -224,8 +224,8 @@ fn positions_that_go_back() -> Result<()> {
 fn axis_positions_that_go_back() -> Result<()> {
     let axes = RopeAxes::new(vec![1, 1], RopeAxisLayout::Sections);
     let layer = layer(&Config::new(8, 2).with_causal(true).with_rope(RopeConfig::new(100.0).with_axes(axes)))?;
-    let prompt = Tensor::new(&[[0u32, 1, 2, 3]; 2], &CPU)?;
-    let token = |at: u32| Tensor::new(&[[at]; 2], &CPU);
+    let prompt = Tensor::new(&[[0u32, 1, 2, 3]; 2], &DEVICE)?;
+    let token = |at: u32| Tensor::new(&[[at]; 2], &DEVICE);
     let run = |at: &Tensor| -> Result<()> {
         let mut cache = AttentionCache::default();
         layer.forward_with(AttentionInput::new(&xs(1, 4)?).with_cache(&mut cache).with_axis_positions(&prompt))?;
@@ -325,7 +325,7 @@ fn misuse_is_logged_once() {
 /// cache stores no padding.
 #[test]
 fn attention_mask_with_columns_for_padding_not_in_cache_is_rejected() -> Result<()> {
-    let mask = |rows: &[[u32; 5]; 2]| AttentionMask::from_attention_mask(&Tensor::new(rows, &CPU)?);
+    let mask = |rows: &[[u32; 5]; 2]| AttentionMask::from_attention_mask(&Tensor::new(rows, &DEVICE)?);
     let right_padded = Given { valid_lens: Some(&[2, 4]), ..NOTHING };
     for (prompt, wrong, right) in [
         (left_padded(&[2, 0]), [[0, 0, 1, 1, 1], [1; 5]], [[1, 1, 1, 0, 0], [1; 5]]),

@@ -9,13 +9,23 @@ use std::collections::HashMap;
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Termination};
+use std::sync::LazyLock;
 
-use candle_core::{DType, Device, Result, Tensor, Var, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, Var, WithDType, bail};
 use candle_nn::var_builder::{ShardedSafeTensors, ShardedVarBuilder};
 use candle_nn::{VarBuilder, VarMap};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+
+/// The device of the tests of weights, checkpoints, adapters and caches: the CPU, or the one that the variable
+/// `TEST_DEVICE` names, `cuda` or `metal`.
+pub static DEVICE: LazyLock<Device> = LazyLock::new(|| match std::env::var("TEST_DEVICE").as_deref() {
+    Err(_) | Ok("cpu") => Device::Cpu,
+    Ok("cuda") => found("CUDA", Device::new_cuda(0)),
+    Ok("metal") => found("Metal", Device::new_metal(0)),
+    Ok(other) => panic!("TEST_DEVICE is {other}, expected cpu, cuda or metal"),
+});
 
 /// Makes a test of `fn name(&Device)`, which returns nothing or a `Result<()>`, for the CPU, for CUDA and for Metal:
 /// `on_each_device!(name)`.
@@ -91,7 +101,7 @@ pub fn read_json<T: DeserializeOwned>(path: impl AsRef<Path>) -> T {
 }
 
 pub fn recorded_tensors(file: &str) -> Result<HashMap<String, Tensor>> {
-    candle_core::safetensors::load(recorded(file), &Device::Cpu)
+    candle_core::safetensors::load(recorded(file), &DEVICE)
 }
 
 /// The exit code and the output of a program.
@@ -111,12 +121,12 @@ pub fn run(mut command: Command) -> Run {
 pub fn variables(path: &Path) -> Result<(VarMap, VarBuilder<'static>)> {
     let vars = VarMap::new();
     let mut tensors = HashMap::new();
-    for (name, tensor) in candle_core::safetensors::load(path, &Device::Cpu)? {
+    for (name, tensor) in candle_core::safetensors::load(path, &DEVICE)? {
         let var = Var::from_tensor(&tensor)?;
         tensors.insert(name.clone(), var.as_tensor().clone());
         vars.data().lock().expect("one thread").insert(name, var);
     }
-    Ok((vars, VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu)))
+    Ok((vars, VarBuilder::from_tensors(tensors, DType::F32, &DEVICE)))
 }
 
 /// Opens a file of these tensors as each of several ranks reads it.
@@ -124,7 +134,24 @@ pub fn sharded(tensors: &HashMap<String, Tensor>) -> Result<ShardedVarBuilder<'s
     let file = tempfile::NamedTempFile::new()?;
     candle_core::safetensors::save(tensors, file.path())?;
     // SAFETY: nothing writes to the file after it was saved; a mapping outlives its name.
-    unsafe { ShardedSafeTensors::var_builder(&[file.path()], DType::F32, &Device::Cpu) }
+    unsafe { ShardedSafeTensors::var_builder(&[file.path()], DType::F32, &DEVICE) }
+}
+
+/// Returns whether the tests run on another [`DEVICE`] than the CPU. A test of the CPU alone skips it for this reason.
+pub fn skips_device(reason: &str) -> bool {
+    if !DEVICE.is_cpu() {
+        println!("skipped on {:?}: {reason}", DEVICE.location());
+    }
+    !DEVICE.is_cpu()
+}
+
+/// Returns a tensor of these numbers on a device, also of none: Metal copies no empty tensors.
+pub fn copied_to<E: WithDType>(device: &Device, numbers: Vec<E>, shape: impl Into<Shape>) -> Result<Tensor> {
+    let shape = shape.into();
+    if numbers.is_empty() {
+        return Tensor::zeros(shape, E::DTYPE, device);
+    }
+    Tensor::from_vec(numbers, shape, device)
 }
 
 /// Returns all entries as f64, in order. They are converted on the CPU, since Metal has no f64.
@@ -225,7 +252,7 @@ pub struct Model {
 
 impl Model {
     pub fn open(folder: &Path) -> Self {
-        let tensors = |file| candle_core::safetensors::load(folder.join(file), &Device::Cpu).expect(file);
+        let tensors = |file| candle_core::safetensors::load(folder.join(file), &DEVICE).expect(file);
         Self {
             name: folder.file_name().expect("a folder has a name").to_string_lossy().into_owned(),
             config: read_json(folder.join("config.json")),
@@ -250,7 +277,7 @@ pub struct Decoded {
 
 impl Decoded {
     pub fn of(folder: &Path) -> Result<Self> {
-        let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu)?;
+        let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &DEVICE)?;
         Ok(Self {
             ids: golden["ids"].to_vec2()?,
             logits: golden["logits"].clone(),
@@ -291,7 +318,7 @@ fn data(name: &str) -> PathBuf {
 
 impl Golden {
     pub fn open(name: &str) -> Self {
-        let io = candle_core::safetensors::load(data(name).join("io.safetensors"), &Device::Cpu)
+        let io = candle_core::safetensors::load(data(name).join("io.safetensors"), &DEVICE)
             .expect("the folder has inputs and outputs");
         Self { name: name.into(), config: Self::open_config(name), io }
     }

@@ -13,7 +13,7 @@ use serde_json::json;
 
 use crate::common::gguf::{Converted, File, Rows};
 use crate::common::relative_error;
-use crate::{CPU, Model};
+use crate::{DEVICE, Model};
 
 fn converted() -> Vec<Converted> {
     Converted::all("hf/gguf.jsonl")
@@ -32,7 +32,7 @@ fn expected(converted: &Converted, own: &MultiHeadAttentionConfig) -> MultiHeadA
 }
 
 fn load((content, reader): &mut (Content, Cursor<Vec<u8>>), layer: usize) -> Result<MultiHeadAttention> {
-    gguf::load_attention(content, reader, layer, &CPU)
+    gguf::load_attention(content, reader, layer, &DEVICE)
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn gguf_layers_match_layers_of_checkpoint() -> Result<()> {
 
 fn numbers(shape: &[usize], seed: f64) -> Result<Tensor> {
     let count = shape.iter().product::<usize>();
-    (Tensor::arange(0f32, count as f32, &CPU)?.affine(0.731, seed)?.sin()? * 0.1)?.reshape(shape)
+    (Tensor::arange(0f32, count as f32, &DEVICE)?.affine(0.731, seed)?.sin()? * 0.1)?.reshape(shape)
 }
 
 /// Returns a layer of 4 heads over 2 of width 64, wide enough for blocks of every type.
@@ -115,14 +115,15 @@ fn gguf_weights_of_every_type_match_dequantised_layer() -> Result<()> {
     for dtype in [F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K] {
         let check = |ys: &Tensor, expected: &Tensor| {
             let error = relative_error(ys, expected);
-            let is_k_quant = matches!(dtype, Q2K | Q3K | Q4K | Q5K | Q6K);
-            assert!(error < 0.05 && (error > 1e-5) == is_k_quant, "{dtype:?}: off by {error:e}");
+            // Candle rounds the inputs of these types to 8 bits on the CPU.
+            let rounds_inputs = DEVICE.is_cpu() && matches!(dtype, Q2K | Q3K | Q4K | Q5K | Q6K);
+            assert!(error < 0.05 && (error > 1e-5) == rounds_inputs, "{dtype:?}: off by {error:e}");
         };
         for architecture in ["llama", "phi3"] {
             let file = wide(architecture, dtype)?;
             let mut plain = File { metadata: file.metadata.clone(), tensors: Vec::new() };
             for (name, tensor) in &file.tensors {
-                plain.add(name, &tensor.dequantize(&CPU)?, F32)?;
+                plain.add(name, &tensor.dequantize(&DEVICE)?, F32)?;
             }
             let mut file = file.open()?;
             let mut plain = plain.open()?;
@@ -130,9 +131,9 @@ fn gguf_weights_of_every_type_match_dequantised_layer() -> Result<()> {
             if architecture == "llama" {
                 let (content, reader) = &mut plain;
                 let [weight, bias] = ["weight", "bias"]
-                    .map(|part| content.tensor(reader, &format!("blk.0.attn_v.{part}"), &CPU)?.dequantize(&CPU));
+                    .map(|part| content.tensor(reader, &format!("blk.0.attn_v.{part}"), &DEVICE)?.dequantize(&DEVICE));
                 let expected = PackedLinear::new(&weight?, Some(&bias?))?.forward(&xs)?;
-                let linear = gguf::load_linear(&file.0, &mut file.1, "blk.0.attn_v", &CPU)?;
+                let linear = gguf::load_linear(&file.0, &mut file.1, "blk.0.attn_v", &DEVICE)?;
                 check(&linear.forward(&xs)?, &expected);
             }
         }

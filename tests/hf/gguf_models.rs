@@ -10,7 +10,7 @@ use candle_core::quantized::gguf_file::Content;
 use candle_core::{Result, Tensor};
 
 use crate::common::{assert_near, listed, recorded};
-use crate::{CPU, TOLERANCE};
+use crate::{DEVICE, TOLERANCE};
 
 /// A GGUF file, and the inputs and outputs of its layers in transformers.
 struct Recorded {
@@ -27,7 +27,7 @@ impl Recorded {
             name: path.file_stem().expect("a name").to_string_lossy().into_owned(),
             content: gguf::read(&mut reader)?,
             reader,
-            golden: candle_core::safetensors::load(path.with_extension("safetensors"), &CPU)?,
+            golden: candle_core::safetensors::load(path.with_extension("safetensors"), &DEVICE)?,
         })
     }
 
@@ -46,20 +46,20 @@ impl Recorded {
         let content = &self.content;
         let reader = &mut self.reader;
         match kind {
-            "decoder." => return gguf::load_decoder_attention(content, reader, layer, &CPU)?.forward_with(input),
+            "decoder." => return gguf::load_decoder_attention(content, reader, layer, &DEVICE)?.forward_with(input),
             "cross." => {
                 let memory = &self.golden[&format!("{kind}layer{layer}.memory")];
-                let attention = gguf::load_cross_attention(content, reader, layer, &CPU)?;
+                let attention = gguf::load_cross_attention(content, reader, layer, &DEVICE)?;
                 return attention.forward_with(input.with_key_value(memory, memory));
             }
             _ => {}
         }
         if gguf::is_linear_attention(content, layer)? {
-            let net = gguf::load_linear_attention(content, reader, layer, &CPU)?;
+            let net = gguf::load_linear_attention(content, reader, layer, &DEVICE)?;
             return net.forward_with(DeltaInput::new(xs).with_backend(backend));
         }
         if gguf::latent_attention_config(content).is_ok() {
-            return gguf::load_latent_attention(content, reader, layer, &CPU)?.forward_with(input);
+            return gguf::load_latent_attention(content, reader, layer, &DEVICE)?.forward_with(input);
         }
         self.forward_softmax(layer, backend)
     }
@@ -67,13 +67,13 @@ impl Recorded {
     /// Calls a layer. A layer that reads the keys of an earlier layer gets them as a memory.
     fn forward_softmax(&mut self, layer: usize, backend: Backend) -> Result<Tensor> {
         let xs = self.golden[&format!("layer{layer}.in")].clone();
-        let attention = gguf::load_attention(&self.content, &mut self.reader, layer, &CPU)?;
+        let attention = gguf::load_attention(&self.content, &mut self.reader, layer, &DEVICE)?;
         let input = AttentionInput::new(&xs).with_backend(backend);
         let Some(earlier) = hf::kv_shared_layer(&gguf::hf_config(&self.content)?, layer)? else {
             return attention.forward_with(input);
         };
         let earlier_xs = &self.golden[&format!("layer{earlier}.in")];
-        let source = gguf::load_attention(&self.content, &mut self.reader, earlier, &CPU)?;
+        let source = gguf::load_attention(&self.content, &mut self.reader, earlier, &DEVICE)?;
         let memory = source.project_memory(earlier_xs, earlier_xs)?;
         attention.forward_with(input.with_memory(&memory))
     }

@@ -4,7 +4,7 @@ use candle_attention::{AttentionInput, AttentionMask, Backend, HeadShard, QkNorm
 use candle_core::{Result, Tensor};
 
 use crate::common::root;
-use crate::{CPU, LATENT, Model, all_models};
+use crate::{DEVICE, LATENT, Model, all_models};
 
 /// Reads `docs/architectures.md`, which `compare/census` writes.
 #[test]
@@ -28,7 +28,7 @@ fn hf_layers_match_transformers() -> Result<()> {
     for model in all_models() {
         for i in 0..model.layers() {
             let shifts = model.config.get("depths").is_some() && i == 1;
-            let mask = if shifts { Windows::new([4, 4], 2)?.with_shift(1)?.mask(2, &CPU)? } else { mask(&model)? };
+            let mask = if shifts { Windows::new([4, 4], 2)?.with_shift(1)?.mask(2, &DEVICE)? } else { mask(&model)? };
             for backend in [Backend::Auto, Backend::Reference] {
                 let input = AttentionInput::new(&model.golden[&format!("layer{i}.in")]);
                 let input = on_axes(&model, input.with_mask(&mask).with_backend(backend));

@@ -10,10 +10,13 @@ use serde_json::json;
 use std::collections::HashMap;
 
 use crate::common::{assert_close, assert_near, recorded, sharded};
-use crate::{CPU, Model, TOLERANCE};
+use crate::{DEVICE, Model, TOLERANCE};
 
-/// The tolerance of gradients, which pass twice the number of roundings, in f32 on both sides.
-const OF_GRADIENTS: f64 = 2.0 * TOLERANCE;
+/// Returns the tolerance of gradients, which pass twice the number of roundings, in f32 on both sides. Candle's own
+/// operations, which other devices compute with, round more often.
+fn of_gradients() -> f64 {
+    if DEVICE.is_cpu() { 2.0 * TOLERANCE } else { 5.0 * TOLERANCE }
+}
 
 const LAYOUTS: [DeltaLayout; 3] = [DeltaLayout::Separate, DeltaLayout::Qwen3Next, DeltaLayout::Qwen3_5];
 
@@ -79,14 +82,14 @@ fn linear_attention_cache_ignores_padding() -> Result<()> {
             // Any numbers are allowed as padding.
             let row = |n: usize| {
                 let own = xs.get(n)?.narrow(0, at[n], lens[n])?;
-                let noise = Tensor::full(f32::NAN, (t - lens[n], xs.dim(2)?), &CPU)?;
+                let noise = Tensor::full(f32::NAN, (t - lens[n], xs.dim(2)?), &DEVICE)?;
                 let parts = if is_left { [noise, own] } else { [own, noise] };
                 Tensor::cat(&parts.into_iter().filter(|part| part.elem_count() > 0).collect::<Vec<_>>(), 0)
             };
             let batch = Tensor::stack(&[row(0)?, row(1)?], 0)?;
             let start = lens.map(|len| if is_left { t - len } else { 0 });
             let mask = |n: usize| (0..t).map(move |i| u32::from(i >= start[n] && i < start[n] + lens[n]));
-            let mask = Tensor::from_iter(mask(0).chain(mask(1)), &CPU)?.reshape((2, t))?;
+            let mask = Tensor::from_iter(mask(0).chain(mask(1)), &DEVICE)?.reshape((2, t))?;
             let mut other = cache.fork()?;
             let ys = net.forward_with(DeltaInput::new(&batch).with_cache(&mut cache).with_attention_mask(&mask))?;
             if !is_left {
@@ -140,19 +143,25 @@ fn linear_attention_gradients_match_pytorch() -> Result<()> {
         for (name, tensor) in &model.weights {
             vars.data().lock().expect("no panic before").insert(name.clone(), Var::from_tensor(tensor)?);
         }
-        let learning = hf::load_linear_attention(&model.config, 0, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+        let learning =
+            hf::load_linear_attention(&model.config, 0, VarBuilder::from_varmap(&vars, DType::F32, &DEVICE))?;
         for net in [&model.net()?, &learning] {
             let xs = Var::from_tensor(&model.golden["in"])?;
             let ys = net.forward(&xs)?;
             model.assert_close(&ys, &model.golden["out"], "tracked");
             let gradients = (ys * &model.golden["probe"])?.sum_all()?.backward()?;
             let own = gradients.get(&xs).expect("a gradient");
-            assert_near(own, &model.golden["grad.in"], OF_GRADIENTS, &format!("{}, gradient of the input", model.name));
+            assert_near(
+                own,
+                &model.golden["grad.in"],
+                of_gradients(),
+                &format!("{}, gradient of the input", model.name),
+            );
             if std::ptr::eq(net, &learning) {
                 assert_eq!(variables_without_gradient(&gradients, &vars), [""; 0], "{}", model.name);
                 for (name, var) in vars.data().lock().expect("no panic before").iter() {
                     if let Some(expected) = model.golden.get(&format!("grad.{name}")) {
-                        assert_near(gradients.get(var).expect("a gradient"), expected, OF_GRADIENTS, name);
+                        assert_near(gradients.get(var).expect("a gradient"), expected, of_gradients(), name);
                     }
                 }
             }
@@ -177,7 +186,7 @@ fn linear_attention_layers_are_saved_in_every_layout() -> Result<()> {
         let net = model.net()?;
         for layout in model.layouts(&net) {
             let tensors: HashMap<_, _> = net.state_dict(layout)?.into_iter().collect();
-            let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+            let vb = VarBuilder::from_tensors(tensors, DType::F32, &DEVICE);
             assert_eq!(DeltaLayout::detect(&vb), layout);
             let again = GatedDeltaNet::load(net.config(), layout, vb)?;
             model.assert_golden(&again, &format!("saved {layout}"))?;
@@ -186,7 +195,7 @@ fn linear_attention_layers_are_saved_in_every_layout() -> Result<()> {
         let layout = DeltaLayout::detect(&model.vb().pp(format!("layers.0.{}", module(&model))));
         let file = tempfile::NamedTempFile::new()?;
         net.save(&file, layout)?;
-        let saved = candle_core::safetensors::load(&file, &CPU)?;
+        let saved = candle_core::safetensors::load(&file, &DEVICE)?;
         assert_eq!(saved.len(), model.weights.len());
         for (name, tensor) in saved {
             let name = if model.name.starts_with("bailing") { name.replace("o_proj", "dense") } else { name };

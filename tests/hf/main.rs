@@ -17,12 +17,10 @@ mod variants;
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_nn::VarBuilder;
 
-use common::{Model, assert_near, recorded};
-
-const CPU: Device = Device::Cpu;
+use common::{DEVICE, Model, assert_near, recorded};
 
 /// The largest error, as a part of the largest number.
 const TOLERANCE: f64 = 1e-5;
@@ -56,7 +54,7 @@ impl Model {
 }
 
 fn builder(tensors: Tensors) -> VarBuilder<'static> {
-    VarBuilder::from_tensors(tensors, DType::F32, &CPU)
+    VarBuilder::from_tensors(tensors, DType::F32, &DEVICE)
 }
 
 /// Returns the folder of models, or the one that `CANDLE_ATTENTION_HF_MODELS` names.

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 use crate::common::{assert_close, error_text, recorded};
 use crate::golden::{mask, tokens};
-use crate::{CPU, Model, Tensors};
+use crate::{DEVICE, Model, Tensors};
 
 /// Returns the tensors of a model in the form of mlx-lm.
 fn converted(tensors: &Tensors, adds_one: bool) -> Result<Tensors> {
@@ -90,7 +90,7 @@ impl Folder {
     }
 
     fn open(&self) -> Result<VarBuilder<'static>> {
-        weights::open(self.0.path(), DType::F32, &CPU)
+        weights::open(self.0.path(), DType::F32, &DEVICE)
     }
 }
 
@@ -232,18 +232,18 @@ fn mlx_file_in_candles_builders_is_read_or_refused() -> Result<()> {
     config["num_hidden_layers"] = 2.into();
     config["layer_types"] = json!(["full_attention", "linear_attention"]);
     let tensors = converted(&model.weights, true)?;
-    let vb = VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU);
+    let vb = VarBuilder::from_tensors(tensors.clone(), DType::F32, &DEVICE);
     assert_golden(&model, &hf::load_attention(&config, 0, vb)?, "tensors")?;
     let linear = Model::open(&recorded("hf/linear_models/qwen3_5"));
     let own = converted(&linear.weights, true)?;
-    let net = hf::load_linear_attention(&linear.config, 0, VarBuilder::from_tensors(own, DType::F32, &CPU))?;
+    let net = hf::load_linear_attention(&linear.config, 0, VarBuilder::from_tensors(own, DType::F32, &DEVICE))?;
     linear.assert_close(&net.forward(&linear.golden["in"])?, &linear.golden["out"], "tensors");
 
     let folder = tempfile::tempdir()?;
     let file = folder.path().join("model.safetensors");
     save(&tensors, true, &file)?;
     // SAFETY: nothing writes to the file while it is mapped.
-    let sharded = unsafe { ShardedSafeTensors::var_builder(&[file], DType::F32, &CPU)? };
+    let sharded = unsafe { ShardedSafeTensors::var_builder(&[file], DType::F32, &DEVICE)? };
     let shard = HeadShard::new(0, 2)?;
     let text = error_text(hf::load_attention_shard(&config, 0, shard, &sharded));
     assert!(text.contains("MLX converted this model"), "{text}");
@@ -255,8 +255,8 @@ fn mlx_file_in_candles_builders_is_read_or_refused() -> Result<()> {
 fn mlx_weights_times_factors_are_errors_that_name_mlx() -> Result<()> {
     let model = Model::named("llama");
     let mut tensors = model.weights.clone();
-    tensors.insert("model.layers.0.mamba.A_log".into(), Tensor::ones(4, DType::F32, &CPU)?);
-    tensors.insert("model.layers.0.mamba.conv1d.weight".into(), Tensor::ones((8, 4, 1), DType::F32, &CPU)?);
+    tensors.insert("model.layers.0.mamba.A_log".into(), Tensor::ones(4, DType::F32, &DEVICE)?);
+    tensors.insert("model.layers.0.mamba.conv1d.weight".into(), Tensor::ones((8, 4, 1), DType::F32, &DEVICE)?);
     for form in Form::ALL {
         let folder = form.write(&model, &tensors)?;
         let vb = folder.open()?;
@@ -305,19 +305,19 @@ fn mlx_norms_of_step_match_the_model_before_its_conversion() -> Result<()> {
     });
     let vars = VarMap::new();
     let own = hf::attention_config(&config, 0)?;
-    let fresh = MultiHeadAttention::new(&own, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+    let fresh = MultiHeadAttention::new(&own, VarBuilder::from_varmap(&vars, DType::F32, &DEVICE))?;
     let mut tensors = Tensors::new();
     for (name, tensor) in fresh.state_dict(WeightLayout::Canonical)? {
-        let tensor = if name.contains("_norm") { Tensor::randn(0f32, 1., tensor.shape(), &CPU)? } else { tensor };
+        let tensor = if name.contains("_norm") { Tensor::randn(0f32, 1., tensor.shape(), &DEVICE)? } else { tensor };
         tensors.insert(format!("model.layers.0.self_attn.{name}"), tensor);
     }
-    let xs = Tensor::randn(0f32, 1., (1, 4, 32), &CPU)?;
+    let xs = Tensor::randn(0f32, 1., (1, 4, 32), &DEVICE)?;
     let expected =
-        hf::load_attention(&config, 0, VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU))?.forward(&xs)?;
+        hf::load_attention(&config, 0, VarBuilder::from_tensors(tensors.clone(), DType::F32, &DEVICE))?.forward(&xs)?;
     let mut changed = converted(&tensors, true)?;
     let blocks = ["model.norm.weight", "model.layers.0.input_layernorm.weight"];
     for name in blocks {
-        changed.insert(name.into(), Tensor::full(1.25f32, 32, &CPU)?);
+        changed.insert(name.into(), Tensor::full(1.25f32, 32, &DEVICE)?);
     }
     let model = Model { name: "step3p5".into(), config, weights: tensors, golden: Tensors::new() };
     for form in Form::ALL.into_iter().filter(|form| form.header) {
@@ -327,7 +327,7 @@ fn mlx_norms_of_step_match_the_model_before_its_conversion() -> Result<()> {
         model.assert_close(&ys, &expected, &format!("{form:?}"));
         if form.config {
             for name in blocks {
-                assert_close(&vb.get(32, name)?, &Tensor::full(0.25f32, 32, &CPU)?, 0.0, name);
+                assert_close(&vb.get(32, name)?, &Tensor::full(0.25f32, 32, &DEVICE)?, 0.0, name);
             }
         }
     }

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::common::{error_text, values};
 use crate::golden::forward;
-use crate::{CPU, Model, Tensors, all_models};
+use crate::{DEVICE, Model, Tensors, all_models};
 
 /// Models below a head, which is the first part of every name.
 const HEADS: &str = "bert bloom deepseek_v2_lite deepseek_v3 distilbert falcon_grouped gemma3 gpt2 gpt_bigcode \
@@ -84,7 +84,7 @@ fn hf_videomae_key_bias_changes_nothing() -> Result<()> {
     let videomae = Model::named("videomae");
     let attention = "videomae.encoder.layer.0.attention.attention";
     let mut model = renamed(&videomae, |name| name.replace("q_bias", "query.bias").replace("v_bias", "value.bias"));
-    model.weights.insert(format!("{attention}.key.bias"), Tensor::arange(-16f32, 16., &CPU)?.affine(0.1, 0.)?);
+    model.weights.insert(format!("{attention}.key.bias"), Tensor::arange(-16f32, 16., &DEVICE)?.affine(0.1, 0.)?);
     let ys = hf::load_attention(&model.config, 0, model.vb())?.forward(&model.golden["layer0.in"])?;
     model.assert_close(&ys, &model.golden["layer0.out"], "with a bias of keys");
 
@@ -98,7 +98,7 @@ fn hf_videomae_key_bias_changes_nothing() -> Result<()> {
 fn hf_new_variables_have_names_of_checkpoint() -> Result<()> {
     let variables = VarMap::new();
     let config = json!({"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2});
-    hf::load_attention(&config, 1, VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
+    hf::load_attention(&config, 1, VarBuilder::from_varmap(&variables, DType::F32, &DEVICE))?;
     let names =
         variables.data().lock().expect("no panic before").keys().cloned().collect::<std::collections::BTreeSet<_>>();
     let expected = ["output.dense", "self.key", "self.query", "self.value"];

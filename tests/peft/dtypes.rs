@@ -10,8 +10,8 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use crate::common::property::for_all;
-use crate::common::{assert_near, relative_error, values};
-use crate::{CPU, drawn, in_training, variable};
+use crate::common::{assert_near, relative_error, skips_device, values};
+use crate::{DEVICE, drawn, in_training, variable};
 
 const MODULE: &str = "model.layers.3.self_attn";
 const FLOATS: [DType; 4] = [DType::BF16, DType::F16, DType::F32, DType::F64];
@@ -52,14 +52,14 @@ impl Draw {
     /// Returns the layer without the adapter, in a dtype.
     fn base(&self, dtype: DType) -> Result<MultiHeadAttention> {
         let vars = VarMap::new();
-        MultiHeadAttention::load(&self.config(), self.layout, VarBuilder::from_varmap(&vars, DType::F64, &CPU))?;
+        MultiHeadAttention::load(&self.config(), self.layout, VarBuilder::from_varmap(&vars, DType::F64, &DEVICE))?;
         let mut tensors = HashMap::new();
         for (n, (name, var)) in sorted(&vars).into_iter().enumerate() {
             let values = drawn(self.seed.wrapping_add(n as u64), var.dims(), 0.3)?;
             // The same numbers in each dtype.
             tensors.insert(name, values.to_dtype(DType::BF16)?.to_dtype(dtype)?);
         }
-        MultiHeadAttention::load(&self.config(), self.layout, VarBuilder::from_tensors(tensors, dtype, &CPU))
+        MultiHeadAttention::load(&self.config(), self.layout, VarBuilder::from_tensors(tensors, dtype, &DEVICE))
     }
 
     fn options(&self) -> Result<AdapterConfig> {
@@ -75,7 +75,7 @@ impl Draw {
     /// Returns the variables of a new adapter with numbers that are the same in each dtype, and the layer with it.
     fn with_drawn_variables(&self) -> Result<(VarMap, MultiHeadAttention)> {
         let vars = VarMap::new();
-        let adapter = Adapter::new(self.options()?, &vars, self.adapter, &CPU);
+        let adapter = Adapter::new(self.options()?, &vars, self.adapter, &DEVICE);
         let adapted = adapter.load_onto(&self.base(self.layer)?, self.layout, MODULE)?;
         for (n, (name, tensor)) in sorted(&vars).into_iter().enumerate() {
             let numbers = drawn(self.seed.wrapping_mul(3).wrapping_add(n as u64), tensor.dims(), 0.3)?;
@@ -116,6 +116,9 @@ fn module_names(layer: &MultiHeadAttention, layout: WeightLayout) -> Result<Vec<
 
 /// Runs a check for each two dtypes of layer and adapter, with other options for each.
 fn for_all_dtypes(check: impl Fn(Draw) -> Result<()>) {
+    if skips_device("Metal has no f64") {
+        return;
+    }
     let count = FLOATS.len();
     for_all(1, prop::collection::vec(Draw::any(), count * count), |draws| {
         for (n, draw) in draws.into_iter().enumerate() {
@@ -132,7 +135,7 @@ fn lora_of_any_dtypes_trains_and_is_saved_and_merged() {
     for_all_dtypes(|draw| {
         let base = draw.base(draw.layer)?;
         let vars = VarMap::new();
-        let adapter = Adapter::new(draw.options()?, &vars, draw.adapter, &CPU);
+        let adapter = Adapter::new(draw.options()?, &vars, draw.adapter, &DEVICE);
         let layer = adapter.load_onto(&base, draw.layout, MODULE)?;
         let xs = draw.input()?;
         let target = (drawn(draw.seed ^ 2, &[2, 5, 16], 1.0)? * 0.5)?;
@@ -157,7 +160,7 @@ fn lora_of_any_dtypes_trains_and_is_saved_and_merged() {
         assert!(!merged.forward(&xs)?.track_op());
         let folder = tempfile::tempdir()?;
         adapter.save(folder.path())?;
-        let opened = Adapter::open(folder.path(), draw.adapter, &CPU)?;
+        let opened = Adapter::open(folder.path(), draw.adapter, &DEVICE)?;
         let again = opened.load_onto(&base, draw.layout, MODULE)?;
         opened.check_all_used()?;
         for (other, what) in [
@@ -208,7 +211,7 @@ fn lora_gradients_of_any_dtypes_match_finite_differences() {
                 let mut moved = values(exact.as_tensor());
                 moved[entry] += change;
                 let kept = exact.as_detached_tensor().copy()?;
-                exact.set(&Tensor::from_vec(moved, exact.dims(), &CPU)?)?;
+                exact.set(&Tensor::from_vec(moved, exact.dims(), &DEVICE)?)?;
                 let value = sum_of_squares(&exact_layer, &exact_xs)?.to_scalar::<f64>()?;
                 exact.set(&kept)?;
                 Ok(value)
@@ -224,13 +227,16 @@ fn lora_gradients_of_any_dtypes_match_finite_differences() {
 /// Checks a layer whose own weights are variables too, in one packed weight: both follow training.
 #[test]
 fn lora_with_biases_on_trained_weights_follows_both() -> Result<()> {
+    if skips_device("Metal has no f64") {
+        return Ok(());
+    }
     let layout: WeightLayout = "packed:qkv_proj".parse()?;
     let cfg = MultiHeadAttentionConfig::new(16, 4).with_bias(true);
     let own_vars = VarMap::new();
-    let base = MultiHeadAttention::load(&cfg, layout, VarBuilder::from_varmap(&own_vars, DType::F32, &CPU))?;
+    let base = MultiHeadAttention::load(&cfg, layout, VarBuilder::from_varmap(&own_vars, DType::F32, &DEVICE))?;
     let vars = VarMap::new();
     let config = AdapterConfig::new(2, 4.0, ["o_proj"])?.with_bias(AdapterBias::All)?;
-    let layer = Adapter::new(config, &vars, DType::F64, &CPU).load_onto(&base, layout, MODULE)?;
+    let layer = Adapter::new(config, &vars, DType::F64, &DEVICE).load_onto(&base, layout, MODULE)?;
     let xs = drawn(3, &[1, 4, 16], 1.0)?.to_dtype(DType::F32)?;
     for (of, name) in [
         (&own_vars, "qkv_proj.weight".to_string()),

@@ -10,7 +10,7 @@ use candle_nn::{VarBuilder, VarMap};
 use serde_json::{Value, json};
 
 use crate::common::error_text;
-use crate::{CPU, Case};
+use crate::{Case, DEVICE};
 
 const MODULE: &str = "model.layers.0.self_attn";
 
@@ -68,9 +68,9 @@ fn adapter_config_with_large_alpha_keeps_its_number() -> Result<()> {
 fn adapter_that_does_not_fit_is_an_error_with_names_and_shapes() -> Result<()> {
     let case = Case::named("plain");
     let base = case.base(0)?;
-    let mut tensors = candle_core::safetensors::load(case.folder.join("adapter_model.safetensors"), &CPU)?;
+    let mut tensors = candle_core::safetensors::load(case.folder.join("adapter_model.safetensors"), &DEVICE)?;
     let load = |config: AdapterConfig, file: &HashMap<String, Tensor>, module: &str| {
-        let adapter = Adapter::from_builder(config, VarBuilder::from_tensors(file.clone(), DType::F32, &CPU));
+        let adapter = Adapter::from_builder(config, VarBuilder::from_tensors(file.clone(), DType::F32, &DEVICE));
         error_text(adapter.load_onto(&base, WeightLayout::Canonical, module))
     };
     let config = |r, targets: &[&str]| AdapterConfig::new(r, 8.0, targets.iter().copied());
@@ -93,7 +93,7 @@ fn adapter_that_does_not_fit_is_an_error_with_names_and_shapes() -> Result<()> {
         "[peft] target_modules is [\"query\"], none of which is in \"model.layers.0.self_attn\" with q_proj, k_proj, \
          v_proj, o_proj (layout canonical)"
     );
-    let adapter = Adapter::new(config(4, &["q_proj"])?, &VarMap::new(), DType::F32, &CPU);
+    let adapter = Adapter::new(config(4, &["q_proj"])?, &VarMap::new(), DType::F32, &DEVICE);
     assert_eq!(
         error_text(adapter.load_onto(&base, "raw:canonical".parse()?, MODULE)),
         "[multi_head_attention] q_proj of the layout raw:canonical is no linear layer, which adapters change"

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::common::property::for_all;
 use crate::common::{assert_near, bits, error_text, relative_error};
-use crate::{CPU, drawn, in_folder};
+use crate::{DEVICE, drawn, in_folder};
 
 const E: usize = 8;
 const ATTENTION: [&str; 4] = ["q_proj", "k_proj", "v_proj", "o_proj"];
@@ -49,7 +49,7 @@ impl Draw {
         let files = (
             prop::sample::select(["base_model.model.", ""].to_vec()),
             prop::sample::select(["", ".default"].to_vec()),
-            prop::sample::select([DType::F32, DType::BF16, DType::F64].to_vec()),
+            prop::sample::select([DType::F32, DType::BF16, DType::F64][..3 - usize::from(DEVICE.is_metal())].to_vec()),
             any::<u64>(),
         );
         let all = (names, options, files).prop_map(
@@ -154,7 +154,7 @@ impl Draw {
     }
 
     fn layer(&self, weights: &HashMap<String, Tensor>, module: &str) -> Result<MultiHeadAttention> {
-        load(VarBuilder::from_tensors(weights.clone(), DType::F32, &CPU), module)
+        load(VarBuilder::from_tensors(weights.clone(), DType::F32, &DEVICE), module)
     }
 
     fn folder(&self, file: &BTreeMap<String, Tensor>) -> Result<tempfile::TempDir> {
@@ -167,13 +167,13 @@ fn load(vb: VarBuilder, module: &str) -> Result<MultiHeadAttention> {
 }
 
 fn builder(tensors: &BTreeMap<String, Tensor>) -> VarBuilder<'static> {
-    VarBuilder::from_tensors(tensors.clone().into_iter().collect(), DType::F32, &CPU)
+    VarBuilder::from_tensors(tensors.clone().into_iter().collect(), DType::F32, &DEVICE)
 }
 
 /// Opens an adapter for inference and for training.
 fn opened_both_ways(folder: &std::path::Path) -> [Result<Adapter>; 2] {
     let vars = VarMap::new();
-    [Adapter::open(folder, DType::F32, &CPU), Adapter::open_trainable(folder, &vars, DType::F32, &CPU)]
+    [Adapter::open(folder, DType::F32, &DEVICE), Adapter::open_trainable(folder, &vars, DType::F32, &DEVICE)]
 }
 
 fn input() -> Result<Tensor> {
@@ -200,7 +200,7 @@ fn lora_with_any_names_options_and_dtypes_matches_merged_weights() {
             assert!(unused.iter().all(|name| name.contains(".mlp.")), "{unused:?}");
             let is_mlp_adapted = draw.targets.contains(&"up_proj") || draw.bias == "all";
             assert_eq!(adapter.check_all_used().is_err(), is_mlp_adapted, "{draw:?}");
-            let vb = adapter.merged_builder(VarBuilder::from_tensors(weights.clone(), DType::F32, &CPU));
+            let vb = adapter.merged_builder(VarBuilder::from_tensors(weights.clone(), DType::F32, &DEVICE));
             for (name, expected) in &merged {
                 assert_near(&vb.get(expected.dims(), name)?, expected, 1e-5, &format!("{draw:?}, {name}"));
             }
@@ -250,7 +250,7 @@ fn lora_file_without_a_tensor_is_an_error_that_names_it() {
                 let module = draw.module(layer);
                 adapter.load_onto(&draw.layer(&weights, &module)?, WeightLayout::Canonical, &module)?;
             }
-            let vb = adapter.merged_builder(VarBuilder::from_tensors(weights.clone(), DType::F32, &CPU));
+            let vb = adapter.merged_builder(VarBuilder::from_tensors(weights.clone(), DType::F32, &DEVICE));
             for (name, values) in &weights {
                 vb.get(values.dims(), name)?;
             }
@@ -287,10 +287,10 @@ fn lora_file_with_another_tensor_is_an_error_that_names_it() {
         let mut file = draw.file()?;
         let module = draw.module(1);
         let name = format!("{}{module}.{ending}", draw.file_prefix);
-        file.insert(name.clone(), Tensor::zeros((draw.rank, E), DType::F32, &CPU)?);
+        file.insert(name.clone(), Tensor::zeros((draw.rank, E), DType::F32, &DEVICE)?);
         if ending == "gate.lora_A.weight" {
             let other = name.replace("lora_A", "lora_B");
-            file.insert(other, Tensor::zeros((E, draw.rank), DType::F32, &CPU)?);
+            file.insert(other, Tensor::zeros((E, draw.rank), DType::F32, &DEVICE)?);
         }
         let folder = draw.folder(&file)?;
         let base = draw.layer(&draw.weights()?, &module)?;
@@ -330,13 +330,13 @@ fn lora_of_another_prefix_is_an_error_with_a_name_of_each_side() {
             assert!(error.contains(&module), "{draw:?}: {error}");
             // A missing bias or saved module is compared with one of the file.
             assert!(error.contains(&format!("{}layers.", draw.prefix)), "{draw:?}, {from_file}: {error}");
-            let vb = adapter.merged_builder(VarBuilder::from_tensors(weights.clone(), DType::F32, &CPU));
+            let vb = adapter.merged_builder(VarBuilder::from_tensors(weights.clone(), DType::F32, &DEVICE));
             assert!(load(vb, &module).is_err(), "{draw:?}");
         }
         let from_builder = Adapter::from_builder(AdapterConfig::from_json(&draw.json()?)?, builder(&file));
         let error = error_text(from_builder.load_onto(&base, WeightLayout::Canonical, &module));
         assert!(error.contains(&module), "{draw:?}: {error}");
-        let vb = from_builder.merged_builder(VarBuilder::from_tensors(weights.clone(), DType::F32, &CPU));
+        let vb = from_builder.merged_builder(VarBuilder::from_tensors(weights.clone(), DType::F32, &DEVICE));
         assert!(load(vb, &module).is_err(), "{draw:?}");
         Ok(())
     });
@@ -361,7 +361,7 @@ fn lora_opened_for_training_makes_only_modules_that_the_file_does_not_mention() 
     let folder = more.folder(&draw.file()?)?;
     let module = draw.module(0);
     let base = draw.layer(&draw.weights()?, &module)?;
-    let opened = Adapter::open(folder.path(), DType::F32, &CPU)?;
+    let opened = Adapter::open(folder.path(), DType::F32, &DEVICE)?;
     let error = error_text(opened.load_onto(&base, WeightLayout::Canonical, &module));
     assert_eq!(
         error,
@@ -369,7 +369,7 @@ fn lora_opened_for_training_makes_only_modules_that_the_file_does_not_mention() 
          (layout PEFT); the file has base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     );
     let vars = VarMap::new();
-    let trainable = Adapter::open_trainable(folder.path(), &vars, DType::F32, &CPU)?;
+    let trainable = Adapter::open_trainable(folder.path(), &vars, DType::F32, &DEVICE)?;
     let found = trainable.load_onto(&base, WeightLayout::Canonical, &module)?;
     assert_eq!(
         trainable.new_tensors(),
@@ -396,10 +396,10 @@ fn lora_pattern_that_excludes_one_layer_leaves_it_and_one_that_excludes_all_is_a
         json["target_modules"] = json!(pattern);
         AdapterConfig::from_json(&json)
     };
-    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU);
+    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &DEVICE);
     let base = load(vb, "a")?.freeze()?;
     let new = |pattern: &str, module: &str| -> Result<MultiHeadAttention> {
-        let adapter = Adapter::new(config(pattern)?, &VarMap::new(), DType::F32, &CPU);
+        let adapter = Adapter::new(config(pattern)?, &VarMap::new(), DType::F32, &DEVICE);
         adapter.load_onto(&base, WeightLayout::Canonical, module)
     };
     let excluded = new(r".*layers\.1\..*q_proj", "model.layers.0.self_attn")?;
@@ -423,10 +423,10 @@ fn lora_saved_head_is_read_by_its_name_or_is_an_error() -> Result<()> {
     let mut json = AdapterConfig::new(2, 2.0, ["q_proj"])?.to_json();
     json["modules_to_save"] = json!(["lm_head"]);
     let folder = in_folder(&json, &file)?;
-    let adapter = Adapter::open(folder.path(), DType::F32, &CPU)?;
+    let adapter = Adapter::open(folder.path(), DType::F32, &DEVICE)?;
     let merged = |name: &str| {
         let model = HashMap::from([(name.to_string(), other.clone())]);
-        adapter.merged_builder(VarBuilder::from_tensors(model, DType::F32, &CPU))
+        adapter.merged_builder(VarBuilder::from_tensors(model, DType::F32, &DEVICE))
     };
     for name in ["lm_head.weight", "model.embed_tokens.weight"] {
         assert_eq!(bits(&merged(name).get((5, E), "lm_head.weight")?), bits(&head), "{name}");
@@ -465,7 +465,7 @@ fn lora_merged_builder_adds_matrices_of_an_embedding() -> Result<()> {
         for opened in opened_both_ways(folder.path()) {
             let adapter = opened?;
             let model = HashMap::from([("wte.weight".to_string(), of_model.clone())]);
-            let vb = adapter.merged_builder(VarBuilder::from_tensors(model, DType::F32, &CPU));
+            let vb = adapter.merged_builder(VarBuilder::from_tensors(model, DType::F32, &DEVICE));
             assert_near(&vb.get((6, E), "wte.weight")?, &expected, 1e-6, "an embedding");
             assert_near(&vb.get_unchecked("wte.weight")?, &expected, 1e-6, "an embedding");
             adapter.check_all_used()?;

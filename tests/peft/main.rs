@@ -18,9 +18,7 @@ use candle_attention::{AttentionInput, MultiHeadAttention, hf};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 
-use common::{Model, assert_near, bits, listed, recorded};
-
-const CPU: Device = Device::Cpu;
+use common::{DEVICE, Model, assert_near, bits, listed, recorded};
 
 /// The largest error, as a part of the largest number.
 const TOLERANCE: f64 = 1e-5;
@@ -50,11 +48,11 @@ impl Case {
 
     /// Returns a builder of the model's weights, without the adapter.
     fn vb(&self) -> VarBuilder<'static> {
-        VarBuilder::from_tensors(self.model.weights.clone(), DType::F32, &CPU)
+        VarBuilder::from_tensors(self.model.weights.clone(), DType::F32, &DEVICE)
     }
 
     fn adapter(&self) -> Result<Adapter> {
-        Adapter::open(&self.folder, DType::F32, &CPU)
+        Adapter::open(&self.folder, DType::F32, &DEVICE)
     }
 
     fn base(&self, layer: usize) -> Result<MultiHeadAttention> {
@@ -129,7 +127,7 @@ fn lora_merged_weights_are_saved_in_any_layout() -> Result<()> {
     let xs = case.golden("layer0.in");
     let merged = case.adapted(0)?.merge_and_unload()?;
     let tensors = merged.state_dict(WeightLayout::Canonical)?.into_iter().collect();
-    let loaded = MultiHeadAttention::new(merged.config(), VarBuilder::from_tensors(tensors, DType::F32, &CPU))?;
+    let loaded = MultiHeadAttention::new(merged.config(), VarBuilder::from_tensors(tensors, DType::F32, &DEVICE))?;
     assert_near(&loaded.forward(xs)?, case.golden("layer0.merged"), TOLERANCE, "saved and loaded");
     Ok(())
 }
@@ -153,11 +151,11 @@ fn lora_merged_builder_of_linear_attention_matches_merged_weights() -> Result<()
     let module = "layers.0.linear_attn.out_proj";
     let weight = &model.weights[&format!("{module}.weight")];
     let (outputs, inputs) = weight.dims2()?;
-    let a = Tensor::randn(0f32, 0.3, (2, inputs), &CPU)?;
-    let b = Tensor::randn(0f32, 0.3, (outputs, 2), &CPU)?;
+    let a = Tensor::randn(0f32, 0.3, (2, inputs), &DEVICE)?;
+    let b = Tensor::randn(0f32, 0.3, (outputs, 2), &DEVICE)?;
     let name = |matrix: &str| format!("base_model.model.{module}.{matrix}.weight");
     let matrices = [(name("lora_A"), a.clone()), (name("lora_B"), b.clone())];
-    let builder = |tensors| VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+    let builder = |tensors| VarBuilder::from_tensors(tensors, DType::F32, &DEVICE);
     let adapter = Adapter::from_builder(AdapterConfig::new(2, 3.0, ["out_proj"])?, builder(matrices.into()));
     let mut merged = model.weights.clone();
     merged.insert(format!("{module}.weight"), (weight + (b.matmul(&a)? * 1.5)?)?);
@@ -175,7 +173,7 @@ fn lora_merged_builder_of_linear_attention_matches_merged_weights() -> Result<()
 fn lora_in_float_over_half_precision_layer_is_near_peft() -> Result<()> {
     let case = Case::named("rslora");
     let halves = case.model.weights.iter().map(|(name, tensor)| Ok((name.clone(), tensor.to_dtype(DType::BF16)?)));
-    let vb = VarBuilder::from_tensors(halves.collect::<Result<_>>()?, DType::BF16, &CPU);
+    let vb = VarBuilder::from_tensors(halves.collect::<Result<_>>()?, DType::BF16, &DEVICE);
     let layer = case.adapter()?.load_attention(&case.model.config, 0, vb)?;
     let xs = case.golden("layer0.in").to_dtype(DType::BF16)?;
     for either in [&layer, &layer.merge_adapter()?] {
@@ -205,7 +203,7 @@ fn lora_loaded_twice_adds_both_updates() -> Result<()> {
 /// Returns the variables of an adapter, and the layer with it.
 fn trainable(case: &Case, layer: usize) -> Result<(VarMap, MultiHeadAttention)> {
     let vars = VarMap::new();
-    let adapter = Adapter::open_trainable(&case.folder, &vars, DType::F32, &CPU)?;
+    let adapter = Adapter::open_trainable(&case.folder, &vars, DType::F32, &DEVICE)?;
     let layer = adapter.load_attention(&case.model.config, layer, case.vb())?;
     Ok((vars, layer))
 }
@@ -220,14 +218,15 @@ fn in_training(xs: &Tensor) -> AttentionInput<'_> {
     AttentionInput::new(xs).with_train(true)
 }
 
-/// Returns numbers between -scale and scale in f64, which depend on the seed alone.
+/// Returns numbers between -scale and scale in f64, which depend on the seed alone; in f32 on Metal, which has no f64.
 fn drawn(seed: u64, dims: &[usize], scale: f64) -> Result<Tensor> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5851_f42d_4c95_7f2d;
     let numbers = (0..dims.iter().product()).map(|_| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((state >> 40) as f64 / f64::from(1 << 23) - 1.0) * scale
     });
-    Tensor::from_vec(numbers.collect::<Vec<f64>>(), dims, &CPU)
+    let numbers = Tensor::from_vec(numbers.collect::<Vec<f64>>(), dims, &Device::Cpu)?;
+    if DEVICE.is_metal() { numbers.to_dtype(DType::F32)?.to_device(&DEVICE) } else { numbers.to_device(&DEVICE) }
 }
 
 /// Returns a folder with the files of an adapter.

@@ -9,7 +9,7 @@ use candle_nn::{VarBuilder, VarMap};
 use serde_json::json;
 
 use crate::common::{Model, assert_near, listed, recorded, relative_error};
-use crate::{CPU, drawn, in_folder};
+use crate::{DEVICE, drawn, in_folder};
 
 /// Parts of the names of matrices that are no linear layers.
 const OTHER_MATRICES: [&str; 4] = ["embedding", "relative_attention_bias", "norm", "encoder_attn"];
@@ -72,8 +72,9 @@ fn lora_on_all_linear_layers_of_each_model_matches_merged_weights() -> Result<()
         json["target_modules"] = json!("all-linear");
         json["fan_in_fan_out"] = json!(seed % 2 == 0);
         let adapter_folder = in_folder(&json, &drawn_model.file)?;
-        let adapter = Adapter::open(adapter_folder.path(), DType::F32, &CPU)?;
-        let builder = |tensors: &HashMap<String, Tensor>| VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU);
+        let adapter = Adapter::open(adapter_folder.path(), DType::F32, &DEVICE)?;
+        let builder =
+            |tensors: &HashMap<String, Tensor>| VarBuilder::from_tensors(tensors.clone(), DType::F32, &DEVICE);
         let mut layer = 0;
         while let Ok(expected) = hf::load_attention(&model.config, layer, builder(&drawn_model.merged)) {
             let what = format!("{}, layer {layer}", model.name);
@@ -119,13 +120,15 @@ fn lora_on_projections_of_positions_has_gradients_and_dropout_in_training_alone(
         let mut file = Drawn::new(&model, 3, 2.0)?.file;
         file.retain(|tensor, _| targets.iter().any(|target| tensor.contains(&format!(".{target}."))));
         let config = AdapterConfig::new(2, 4.0, targets.iter().copied())?.with_dropout(0.5)?;
-        let vb = VarBuilder::from_tensors(model.weights.clone(), DType::F32, &CPU);
+        let vb = VarBuilder::from_tensors(model.weights.clone(), DType::F32, &DEVICE);
         let vars = VarMap::new();
-        let new = Adapter::new(config.clone(), &vars, DType::F64, &CPU).load_attention(&model.config, 0, vb.clone())?;
+        // Metal has no f64.
+        let dtype = if DEVICE.is_metal() { DType::F32 } else { DType::F64 };
+        let new = Adapter::new(config.clone(), &vars, dtype, &DEVICE).load_attention(&model.config, 0, vb.clone())?;
         assert_eq!(vars.all_vars().len(), 2 * targets.len(), "{name}");
         let gradients = new.forward(&input(&new)?)?.sqr()?.sum_all()?.backward()?;
         assert!(variables_without_gradient(&gradients, &vars).is_empty(), "{name}");
-        let adapter = Adapter::from_builder(config, VarBuilder::from_tensors(file, DType::F32, &CPU));
+        let adapter = Adapter::from_builder(config, VarBuilder::from_tensors(file, DType::F32, &DEVICE));
         let layer = adapter.load_attention(&model.config, 0, vb)?;
         let xs = input(&layer)?;
         let train = || layer.forward_with(crate::in_training(&xs));
@@ -160,8 +163,9 @@ fn lora_saved_attention_modules_of_each_model_match_their_weights() -> Result<()
         let mut json = AdapterConfig::new(2, 3.0, ["nothing"])?.to_json();
         json["modules_to_save"] = json!(["attn", "attention", "Attention", "attentions.0", "attentions.1"]);
         let adapter_folder = in_folder(&json, &file)?;
-        let adapter = Adapter::open(adapter_folder.path(), DType::F32, &CPU)?;
-        let builder = |tensors: &HashMap<String, Tensor>| VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU);
+        let adapter = Adapter::open(adapter_folder.path(), DType::F32, &DEVICE)?;
+        let builder =
+            |tensors: &HashMap<String, Tensor>| VarBuilder::from_tensors(tensors.clone(), DType::F32, &DEVICE);
         let mut layer = 0;
         while let Ok(expected) = hf::load_attention(&model.config, layer, builder(&merged)) {
             let what = format!("{}, layer {layer}", model.name);

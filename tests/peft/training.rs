@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 
 use crate::common::{assert_near, bits, recorded, values};
-use crate::{CPU, Case, TOLERANCE, in_training, trainable, variable};
+use crate::{Case, DEVICE, TOLERANCE, in_training, trainable, variable};
 
 /// Compares the gradients of a loss with PEFT's, by name: low-rank matrices, biases, saved modules.
 #[test]
@@ -40,7 +40,7 @@ fn lora_training_lowers_loss_and_leaves_base_weights() -> Result<()> {
     let target = xs.roll(1, 1)?;
     let vars = VarMap::new();
     let config = AdapterConfig::new(4, 8.0, ["q_proj", "k_proj", "v_proj", "o_proj"])?;
-    let adapter = Adapter::new(config, &vars, DType::F32, &CPU);
+    let adapter = Adapter::new(config, &vars, DType::F32, &DEVICE);
     let layer = adapter.load_onto(&base, WeightLayout::Canonical, "model.layers.0.self_attn")?;
     assert_eq!(vars.all_vars().len(), 8);
     assert_near(&layer.forward(xs)?, &before, 1e-6, "B is zero at first");
@@ -66,19 +66,19 @@ fn lora_training_lowers_loss_and_leaves_base_weights() -> Result<()> {
 #[test]
 fn lora_dropout_happens_in_training_alone() -> Result<()> {
     let width = 64;
-    let identity = Tensor::eye(width, DType::F32, &CPU)?;
+    let identity = Tensor::eye(width, DType::F32, &DEVICE)?;
     let zeros = identity.zeros_like()?;
     let named = |name: &str, weight: &Tensor| (format!("{name}.weight"), weight.clone());
     let weights =
         [named("q_proj", &zeros), named("k_proj", &zeros), named("v_proj", &identity), named("o_proj", &zeros)];
-    let vb = VarBuilder::from_tensors(weights.into(), DType::F32, &CPU);
+    let vb = VarBuilder::from_tensors(weights.into(), DType::F32, &DEVICE);
     let base = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(width, 4), vb)?;
     let config = AdapterConfig::new(width, width as f64, ["o_proj"])?.with_dropout(0.25)?;
     let prefix = "base_model.model.attn.o_proj";
     let matrices = [named(&format!("{prefix}.lora_A"), &identity), named(&format!("{prefix}.lora_B"), &identity)];
-    let adapter = Adapter::from_builder(config, VarBuilder::from_tensors(matrices.into(), DType::F32, &CPU));
+    let adapter = Adapter::from_builder(config, VarBuilder::from_tensors(matrices.into(), DType::F32, &DEVICE));
     let layer = adapter.load_onto(&base, WeightLayout::Canonical, "attn")?;
-    let xs = Tensor::ones((50, 1, width), DType::F32, &CPU)?;
+    let xs = Tensor::ones((50, 1, width), DType::F32, &DEVICE)?;
     assert!(values(&layer.forward(&xs)?).iter().all(|&y| y == 1.0));
     let ys = values(&layer.forward_with(in_training(&xs))?);
     assert!(ys.iter().all(|&y| y == 0.0 || (y - 4.0 / 3.0).abs() < 1e-6));
@@ -96,7 +96,7 @@ fn lora_with_new_biases_and_modules_begins_as_the_layer() -> Result<()> {
     let mut json = AdapterConfig::new(2, 4.0, ["q_proj"])?.with_bias(AdapterBias::All)?.to_json();
     json["modules_to_save"] = serde_json::json!(["v_proj"]);
     let vars = VarMap::new();
-    let adapter = Adapter::new(AdapterConfig::from_json(&json)?, &vars, DType::F32, &CPU);
+    let adapter = Adapter::new(AdapterConfig::from_json(&json)?, &vars, DType::F32, &DEVICE);
     let base = case.base(0)?;
     let layer = adapter.load_onto(&base, WeightLayout::Canonical, "model.layers.0.self_attn")?;
     assert_near(&layer.forward(xs)?, &base.forward(xs)?, 1e-6, "as the layer");
@@ -123,7 +123,7 @@ fn lora_with_new_biases_and_modules_begins_as_the_layer() -> Result<()> {
 fn numbered(dims: &[usize], start: usize) -> Result<Tensor> {
     let count: usize = dims.iter().product();
     let numbers = (0..count).map(|i| ((i * 7 + start * 13) % 31) as f32 / 32.0 - 0.5);
-    Tensor::from_iter(numbers, &CPU)?.reshape(dims)
+    Tensor::from_iter(numbers, &DEVICE)?.reshape(dims)
 }
 
 /// Compares with the bytes of `saved/`, which `make.py` loads with PEFT, and with the outputs that PEFT computed.
@@ -134,7 +134,7 @@ fn lora_saved_adapter_has_the_bytes_that_peft_read() -> Result<()> {
     let vars = VarMap::new();
     let config =
         AdapterConfig::new(3, 6.0, ["q_proj", "v_proj", "o_proj"])?.with_rslora(true)?.with_base_model("plain")?;
-    let adapter = Adapter::new(config, &vars, DType::F32, &CPU);
+    let adapter = Adapter::new(config, &vars, DType::F32, &DEVICE);
     let mut layers = Vec::new();
     for i in 0..case.layers() {
         layers.push(adapter.load_attention(&case.model.config, i, case.vb())?);
@@ -151,8 +151,8 @@ fn lora_saved_adapter_has_the_bytes_that_peft_read() -> Result<()> {
     for file in ["adapter_model.safetensors", "adapter_config.json"] {
         assert_eq!(std::fs::read(written.join(file))?, std::fs::read(kept.join(file))?, "{file}");
     }
-    let golden = candle_core::safetensors::load(kept.join("golden.safetensors"), &CPU)?;
-    let opened = Adapter::open(&written, DType::F32, &CPU)?;
+    let golden = candle_core::safetensors::load(kept.join("golden.safetensors"), &DEVICE)?;
+    let opened = Adapter::open(&written, DType::F32, &DEVICE)?;
     for (i, layer) in layers.iter().enumerate() {
         let xs = &golden[&format!("layer{i}.in")];
         let expected = &golden[&format!("layer{i}.out")];
@@ -168,14 +168,14 @@ fn lora_saved_adapter_has_the_bytes_that_peft_read() -> Result<()> {
 fn lora_opened_and_saved_has_equal_tensors() -> Result<()> {
     for case in Case::all() {
         let vars = VarMap::new();
-        let adapter = Adapter::open_trainable(&case.folder, &vars, DType::F32, &CPU)?;
+        let adapter = Adapter::open_trainable(&case.folder, &vars, DType::F32, &DEVICE)?;
         for i in 0..case.layers() {
             adapter.load_attention(&case.model.config, i, case.vb())?;
         }
         let folder = tempfile::tempdir()?;
         adapter.save(folder.path())?;
         let load =
-            |path: &std::path::Path| candle_core::safetensors::load(path.join("adapter_model.safetensors"), &CPU);
+            |path: &std::path::Path| candle_core::safetensors::load(path.join("adapter_model.safetensors"), &DEVICE);
         let (saved, original) = (load(folder.path())?, load(&case.folder)?);
         let mut names: Vec<_> = saved.keys().collect();
         let mut expected: Vec<_> = original.keys().collect();

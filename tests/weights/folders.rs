@@ -7,7 +7,7 @@ use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayou
 use candle_core::{DType, Result, Tensor};
 
 use crate::common::{Golden, error_text, models, systems};
-use crate::{CPU, assert_same_tensors, invented};
+use crate::{DEVICE, assert_same_tensors, invented};
 
 /// A folder with a layer in one of the layouts: name, config of the folder, config of the layer, layout.
 type Folder = (String, serde_json::Value, MultiHeadAttentionConfig, WeightLayout);
@@ -35,10 +35,10 @@ fn model_folders_are_detected_inferred_and_saved_unchanged() -> Result<()> {
             continue;
         }
         // Without the tensors of an embedding before the layer.
-        let mut expected = candle_core::safetensors::load(&file, &CPU)?;
+        let mut expected = candle_core::safetensors::load(&file, &DEVICE)?;
         expected.retain(|tensor, _| !tensor.starts_with("embedding."));
         let checkpoint = Checkpoint::open(&file)?;
-        let vb = weights::open(&file, DType::F32, &CPU)?;
+        let vb = weights::open(&file, DType::F32, &DEVICE)?;
         assert_eq!(checkpoint.attention_layers(), [""], "{name}");
         let found = WeightLayout::detect(&vb);
         if ["packed_by_head", "packed_by_group", "raw_square"].contains(&name.as_str()) {
@@ -70,7 +70,7 @@ fn model_folders_are_detected_inferred_and_saved_unchanged() -> Result<()> {
 /// Lists eleven layers in every layout in one file. Their layouts are detected, or refused with both candidates named.
 #[test]
 fn attention_layers_are_listed_in_order_of_their_numbers() -> Result<()> {
-    let zeros = |shape| Tensor::zeros(shape, DType::F32, &CPU);
+    let zeros = |shape| Tensor::zeros(shape, DType::F32, &DEVICE);
     let mut tensors = HashMap::from([("model.embed_tokens.weight".to_string(), zeros((7, 4))?)]);
     let mut expected = Vec::new();
     // Raw weights that are not square are read as (in, out), rows by part but under two names, and weights (out, in).

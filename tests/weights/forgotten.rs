@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use candle_nn::VarBuilder;
 use proptest::prelude::*;
 
-use crate::CPU;
+use crate::DEVICE;
 use crate::common::error_text;
 
 type Config = MultiHeadAttentionConfig;
@@ -40,7 +40,7 @@ fn load(
     tensors: &HashMap<String, Tensor>,
     layout: WeightLayout,
 ) -> candle_core::Result<MultiHeadAttention> {
-    MultiHeadAttention::load(cfg, layout, VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU))
+    MultiHeadAttention::load(cfg, layout, VarBuilder::from_tensors(tensors.clone(), DType::F32, &DEVICE))
 }
 
 /// Returns whether two configs have the same sizes, whether an option was set or is a default.
@@ -90,7 +90,7 @@ proptest! {
         let whole = options.config();
         prop_assert!(!are_equal(&whole, &Options::default().config()));
         let layout = WeightLayout::Canonical;
-        let vb = VarBuilder::zeros(DType::F32, &CPU);
+        let vb = VarBuilder::zeros(DType::F32, &DEVICE);
         let tensors = MultiHeadAttention::new(&whole, vb).unwrap().state_dict(layout).unwrap().into_iter().collect();
         load(&whole, &tensors, layout).unwrap();
         let text = error_text(load(&Options::default().config(), &tensors, layout));
@@ -106,7 +106,7 @@ proptest! {
         }
         .map(|name| name.parse::<WeightLayout>().unwrap());
         for (file, layout) in [(stored, wrong), (wrong, stored)] {
-            let vb = VarBuilder::zeros(DType::F32, &CPU);
+            let vb = VarBuilder::zeros(DType::F32, &DEVICE);
             let tensors = MultiHeadAttention::new(&cfg, vb).unwrap().state_dict(file).unwrap().into_iter().collect();
             let text = error_text(load(&cfg, &tensors, layout));
             let named = format!("; it is transposed, as in the layout `{file}`");

@@ -9,7 +9,7 @@ use candle_core::{DType, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 
 use crate::common::{assert_close, error_text, sharded};
-use crate::{CPU, wave};
+use crate::{DEVICE, wave};
 
 const E: usize = 12;
 
@@ -34,7 +34,7 @@ fn timm(bias: &Tensor) -> Result<Tensors> {
 }
 
 fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, tensors: &Tensors) -> Result<MultiHeadAttention> {
-    MultiHeadAttention::load(cfg, layout, VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU))
+    MultiHeadAttention::load(cfg, layout, VarBuilder::from_tensors(tensors.clone(), DType::F32, &DEVICE))
 }
 
 /// Returns the sum of the outputs of three ranks.
@@ -46,7 +46,7 @@ fn sum_of_shards(cfg: &MultiHeadAttentionConfig, tensors: &Tensors, xs: &Tensor)
 
 /// Returns the bias of queries, keys and values with these factors.
 fn times(bias: &Tensor, factors: &[f32]) -> Result<Tensor> {
-    bias * &Tensor::new(factors, &CPU)?
+    bias * &Tensor::new(factors, &DEVICE)?
 }
 
 #[test]
@@ -66,15 +66,15 @@ fn masked_bias_is_the_bias_times_its_mask() -> Result<()> {
             let values = bias.to_vec1::<f32>()?;
             let hidden: Vec<f32> =
                 values.iter().zip(&factors).map(|(&x, &factor)| if factor == 0.0 { hidden } else { x }).collect();
-            let mut tensors = timm(&Tensor::new(hidden, &CPU)?)?;
-            tensors.insert("qkv.bias_mask".into(), Tensor::new(factors.as_slice(), &CPU)?);
+            let mut tensors = timm(&Tensor::new(hidden, &DEVICE)?)?;
+            tensors.insert("qkv.bias_mask".into(), Tensor::new(factors.as_slice(), &DEVICE)?);
             let what = format!("mask {case}");
             assert_close(&load(&config(), packed(), &tensors)?.forward(&xs)?, &expected, 1e-5, &what);
 
             let folder = tempfile::tempdir()?;
             let file = folder.path().join("model.safetensors");
             candle_core::safetensors::save(&tensors, &file)?;
-            let vb = weights::open(&file, DType::F32, &CPU)?;
+            let vb = weights::open(&file, DType::F32, &DEVICE)?;
             let inferred = Checkpoint::open(&file)?.infer_config("", packed(), Some(3))?;
             assert_close(&MultiHeadAttention::load(&inferred, packed(), vb)?.forward(&xs)?, &expected, 1e-5, &what);
             assert_close(&sum_of_shards(&config(), &tensors, &xs)?, &expected, 1e-5, &what);
@@ -89,7 +89,7 @@ fn masked_bias_that_is_trained_is_refused() -> Result<()> {
     let mut tensors = timm(&wave(0.83, 3 * E)?)?;
     let bias = Var::from_tensor(&tensors["qkv.bias"])?;
     tensors.insert("qkv.bias".into(), bias.as_tensor().clone());
-    tensors.insert("qkv.bias_mask".into(), Tensor::ones(3 * E, DType::F32, &CPU)?);
+    tensors.insert("qkv.bias_mask".into(), Tensor::ones(3 * E, DType::F32, &DEVICE)?);
     let text = error_text(load(&config(), packed(), &tensors));
     assert!(text.contains("qkv.bias_mask is in the file, and qkv.bias is a variable"), "{text}");
     Ok(())
@@ -124,7 +124,7 @@ fn separate_biases_of_packed_weights_are_read_and_saved() -> Result<()> {
         [inferred.q_bias(), inferred.k_bias(), inferred.v_bias(), inferred.out_bias()],
         [true, false, true, true]
     );
-    let vb = weights::open(&file, DType::F32, &CPU)?;
+    let vb = weights::open(&file, DType::F32, &DEVICE)?;
     assert_close(&MultiHeadAttention::load(&inferred, packed(), vb)?.forward(&xs)?, &expected, 1e-5, "inferred");
 
     let saved: Tensors = layer.state_dict(packed())?.into_iter().collect();

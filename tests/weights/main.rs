@@ -28,7 +28,7 @@ use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, Linear, VarBuilder, VarMap};
 
-const CPU: Device = Device::Cpu;
+use common::DEVICE;
 
 /// A builder that has a tensor for every name: multiples of 2^-12 between ±1 that depend on the name and the place.
 struct Invented;
@@ -54,7 +54,7 @@ impl SimpleBackend for Invented {
 
 /// Returns a layer whose numbers are all different.
 fn invented(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Result<MultiHeadAttention> {
-    MultiHeadAttention::load(cfg, layout, VarBuilder::from_backend(Box::new(Invented), DType::F32, CPU))
+    MultiHeadAttention::load(cfg, layout, VarBuilder::from_backend(Box::new(Invented), DType::F32, DEVICE.clone()))
 }
 
 fn load(
@@ -63,7 +63,7 @@ fn load(
     tensors: &[(String, Tensor)],
 ) -> Result<MultiHeadAttention> {
     let tensors = tensors.iter().cloned().collect();
-    MultiHeadAttention::load(cfg, layout, VarBuilder::from_tensors(tensors, DType::F32, &CPU))
+    MultiHeadAttention::load(cfg, layout, VarBuilder::from_tensors(tensors, DType::F32, &DEVICE))
 }
 
 /// Name, shape and bits of a parameter.
@@ -93,9 +93,13 @@ fn assert_same_tensors(got: &[(String, Tensor)], expected: &HashMap<String, Tens
 
 /// Returns `sin` of multiples of a step, computed in f64 before rounding.
 fn wave(step: f64, shape: impl Into<Shape>) -> Result<Tensor> {
+    wave_on(&DEVICE, step, shape)
+}
+
+fn wave_on(device: &Device, step: f64, shape: impl Into<Shape>) -> Result<Tensor> {
     let shape = shape.into();
     let numbers: Vec<f32> = (0..shape.elem_count()).map(|n| (n as f64 * step).sin() as f32).collect();
-    Tensor::from_vec(numbers, shape, &CPU)
+    Tensor::from_vec(numbers, shape, device)
 }
 
 /// Returns a layer of new variables, with or without biases. A stack of heads has no output projection.
@@ -103,7 +107,7 @@ fn fresh(layout: WeightLayout, biases: bool, cfg: MultiHeadAttentionConfig) -> R
     let vars = VarMap::new();
     let stack = matches!(layout, WeightLayout::StackedHeads(..));
     let cfg = cfg.with_qkv_bias(biases).with_out_bias(biases && !stack).with_out_proj(!stack);
-    let layer = MultiHeadAttention::load(&cfg, layout, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+    let layer = MultiHeadAttention::load(&cfg, layout, VarBuilder::from_varmap(&vars, DType::F32, &DEVICE))?;
     Ok((vars, layer))
 }
 

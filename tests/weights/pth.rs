@@ -5,10 +5,10 @@ use std::path::PathBuf;
 
 use candle_attention::weights::{self, Checkpoint};
 use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
-use crate::CPU;
+use crate::DEVICE;
 use crate::common::{assert_close, error_text, models, recorded};
 
 fn data(name: &str) -> PathBuf {
@@ -17,7 +17,7 @@ fn data(name: &str) -> PathBuf {
 
 /// Returns the tensors of a file as `plain.safetensors` has them.
 fn plain(file: &str) -> Result<HashMap<String, Tensor>> {
-    let all = candle_core::safetensors::load(data("plain.safetensors"), &CPU)?;
+    let all = candle_core::safetensors::load(data("plain.safetensors"), &Device::Cpu)?;
     let of_file =
         |(name, tensor): (String, Tensor)| Some((name.strip_prefix(&format!("{file}."))?.to_string(), tensor));
     Ok(all.into_iter().filter_map(of_file).collect())
@@ -33,7 +33,7 @@ fn pth_views_of_every_dtype_match_pytorch() -> Result<()> {
             checkpoint.shapes().map(|(name, shape)| (name.to_string(), shape.to_vec())).collect();
         assert_eq!(shapes.len(), tensors.len(), "{file} has tensors beside those: {shapes:?}");
         // Every value of the other dtypes is exact in f64.
-        let vb = checkpoint.var_builder(DType::F64, &CPU)?;
+        let vb = checkpoint.var_builder(DType::F64, &Device::Cpu)?;
         for (name, tensor) in tensors {
             let what = format!("{file}, {name}");
             assert_eq!(shapes[&name], tensor.dims(), "{what}");
@@ -51,14 +51,14 @@ fn pth_views_of_every_dtype_match_pytorch() -> Result<()> {
 #[test]
 fn pth_layer_in_views_or_nested_dict_is_loaded() -> Result<()> {
     let book = MultiHeadAttentionConfig::new(4, 2).with_bias(true).with_causal(true).with_context_length(6);
-    let xs = (Tensor::arange(0f32, 24f32, &CPU)?.reshape((2, 3, 4))? / 16.0)?;
+    let xs = (Tensor::arange(0f32, 24f32, &DEVICE)?.reshape((2, 3, 4))? / 16.0)?;
     let output = |vb| MultiHeadAttention::load(&book, WeightLayout::Book, vb)?.forward(&xs);
-    let expected = output(VarBuilder::from_tensors(plain("views")?, DType::F32, &CPU))?;
+    let expected = output(VarBuilder::from_tensors(plain("views")?, DType::F32, &DEVICE))?;
     for (file, prefix) in [("views.pth", ""), ("nested.pth", "model_state_dict.blocks.0.att")] {
         let checkpoint = Checkpoint::open(data(file))?;
         assert_eq!(checkpoint.attention_layers(), [prefix]);
         assert_eq!(checkpoint.detect(prefix)?, WeightLayout::Book);
-        let vb = weights::open(data(file), DType::F32, &CPU)?;
+        let vb = weights::open(data(file), DType::F32, &DEVICE)?;
         let vb = if prefix.is_empty() { vb } else { vb.pp(prefix) };
         assert_eq!(WeightLayout::detect(&vb)?, WeightLayout::Book);
         assert_close(&output(vb)?, &expected, 1e-6, file);
@@ -76,8 +76,8 @@ fn pth_file_in_folder_is_a_checkpoint() -> Result<()> {
         let zip = Checkpoint::open(folder.path())?;
         let safetensors = Checkpoint::open(models().join("book_mha"))?;
         assert_eq!(zip.shapes().collect::<Vec<_>>(), safetensors.shapes().collect::<Vec<_>>(), "{file}");
-        let ours = zip.var_builder(DType::F32, &CPU)?;
-        let theirs = safetensors.var_builder(DType::F32, &CPU)?;
+        let ours = zip.var_builder(DType::F32, &DEVICE)?;
+        let theirs = safetensors.var_builder(DType::F32, &DEVICE)?;
         for (name, shape) in safetensors.shapes() {
             assert_close(&ours.get(shape, name)?, &theirs.get(shape, name)?, 0.0, name);
         }
@@ -96,7 +96,7 @@ fn pth_arguments_of_nanogpt_decide_order_of_rows() -> Result<()> {
     let cfg = checkpoint.infer_config(prefix, layout, None)?;
     assert_eq!((cfg.num_heads(), cfg.num_kv_heads(), cfg.embed_dim()), (2, 2, 8));
     assert_eq!([cfg.q_bias(), cfg.k_bias(), cfg.v_bias()], [false; 3]);
-    let vb = checkpoint.var_builder(DType::F32, &CPU)?.pp(prefix);
+    let vb = checkpoint.var_builder(DType::F32, &DEVICE)?.pp(prefix);
     let (_, k, ..) = MultiHeadAttention::load(&cfg, layout, vb.clone())?.projections()?;
     assert_close(k.weight(), &vb.get((24, 8), "c_attn.weight")?.narrow(0, 8, 8)?, 0.0, "the keys");
 

@@ -11,7 +11,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 
-use crate::CPU;
+use crate::DEVICE;
 
 const E: usize = 64;
 
@@ -224,7 +224,7 @@ fn quantized_weights_are_errors_that_name_the_method() -> Result<()> {
             let what = format!("{}, config {}", method.name, model.is_some());
             let folder = tempfile::tempdir()?;
             method.write(folder.path(), model)?;
-            let vb = weights::open(folder.path(), DType::F32, &CPU)?.pp("model.layers.0.self_attn");
+            let vb = weights::open(folder.path(), DType::F32, &DEVICE)?.pp("model.layers.0.self_attn");
             assert_names(MultiHeadAttention::new(&config(), vb.clone()), expected, &what);
             let linear = candle_nn::linear_no_bias(E, E, vb.pp("q_proj"));
             assert_names(linear, expected, &what);
@@ -247,7 +247,7 @@ fn quantized_weights_in_models_are_errors_that_name_the_method() -> Result<()> {
         let folder = tempfile::tempdir()?;
         let mut own: Value = serde_json::from_str(method.config).expect("a config");
         method.write(folder.path(), None)?;
-        let open = || weights::open(folder.path(), DType::F32, &CPU);
+        let open = || weights::open(folder.path(), DType::F32, &DEVICE);
         assert_names(hf::load_attention(&llama, 0, open()?), method.by_names, method.name);
         own.as_object_mut().expect("an object").extend(llama.as_object().expect("an object").clone());
         method.write(folder.path(), Some(&own))?;
@@ -265,7 +265,7 @@ fn quantized_weights_in_candles_builder_are_errors_that_name_the_method() -> Res
         method.write(folder.path(), None)?;
         // SAFETY: nothing writes to the file while it is mapped.
         let vb = unsafe {
-            VarBuilder::from_mmaped_safetensors(&[folder.path().join("model.safetensors")], DType::F32, &CPU)?
+            VarBuilder::from_mmaped_safetensors(&[folder.path().join("model.safetensors")], DType::F32, &DEVICE)?
         };
         let layer = vb.pp("model.layers.0.self_attn");
         assert_names(MultiHeadAttention::new(&config(), layer.clone()), method.by_names, method.name);
@@ -290,7 +290,7 @@ fn integers_of_full_shape_are_not_read_as_weights() -> Result<()> {
             let view = TensorView::new(dtype, vec![E, E], &bytes)?;
             let tensors = HashMap::from(names.map(|name| (name, view.clone())));
             safetensors::serialize_to_file(tensors, None, &file)?;
-            let vb = weights::open(&file, DType::F32, &CPU)?;
+            let vb = weights::open(&file, DType::F32, &DEVICE)?;
             let Err(error) = MultiHeadAttention::load(&config(), layout, vb.clone()) else {
                 panic!("{dtype:?} of {layout} was accepted")
             };
@@ -314,7 +314,7 @@ fn float_weights_in_a_model_with_mlx_quantization_are_read() -> Result<()> {
     });
     let folder = tempfile::tempdir()?;
     FLOAT.write(folder.path(), Some(&model))?;
-    hf::load_attention(&model, 0, weights::open(folder.path(), DType::F32, &CPU)?)?;
+    hf::load_attention(&model, 0, weights::open(folder.path(), DType::F32, &DEVICE)?)?;
     let checkpoint = Checkpoint::open(folder.path())?;
     let inferred = checkpoint.infer_config("model.layers.0.self_attn", WeightLayout::Canonical, Some(4))?;
     assert_eq!(inferred.embed_dim(), E);

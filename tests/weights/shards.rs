@@ -8,7 +8,7 @@ use candle_attention::{MultiHeadAttentionConfig, WeightLayout};
 use candle_core::{DType, Result};
 
 use crate::common::{assert_close, listed, models, recorded};
-use crate::{CPU, invented};
+use crate::{DEVICE, invented};
 
 /// Writes an index of the files of a folder, and checks that the folder has all of their tensors, in any order.
 fn assert_joined(folder: &Path, index: &str) -> Result<Checkpoint> {
@@ -17,7 +17,7 @@ fn assert_joined(folder: &Path, index: &str) -> Result<Checkpoint> {
     let mut expected = Vec::new();
     for file in &files {
         let shard = Checkpoint::open(file)?;
-        let vb = weights::open(file, DType::F32, &CPU)?;
+        let vb = weights::open(file, DType::F32, &DEVICE)?;
         for (name, shape) in shard.shapes() {
             weight_map.insert(name.into(), file.file_name().expect("a name").to_string_lossy().into());
             expected.push((name.to_string(), vb.get(shape, name)?));
@@ -30,7 +30,7 @@ fn assert_joined(folder: &Path, index: &str) -> Result<Checkpoint> {
     for checkpoint in [Checkpoint::from_files(&in_reverse)?, Checkpoint::open(&index)?, Checkpoint::open(folder)?] {
         let shapes: Vec<_> = expected.iter().map(|(name, tensor)| (name.as_str(), tensor.dims())).collect();
         assert_eq!(checkpoint.shapes().collect::<Vec<_>>(), shapes);
-        for vb in [checkpoint.var_builder(DType::F32, &CPU)?, weights::open(folder, DType::F32, &CPU)?] {
+        for vb in [checkpoint.var_builder(DType::F32, &DEVICE)?, weights::open(folder, DType::F32, &DEVICE)?] {
             for (name, tensor) in &expected {
                 assert_close(&vb.get(tensor.dims(), name)?, tensor, 0.0, name);
             }

@@ -13,7 +13,7 @@ use candle_nn::VarBuilder;
 
 use crate::common::{assert_near, sharded};
 use crate::grid::EMBED_DIM;
-use crate::{CPU, Invented, invented};
+use crate::{DEVICE, Invented, invented};
 
 /// Loads the shards of a layer, each from a file that has the whole layer below `layer.`.
 fn shards(whole: &MultiHeadAttention, layout: WeightLayout, world_size: usize) -> Result<Vec<MultiHeadAttention>> {
@@ -127,14 +127,14 @@ fn tensor_parallel_options_per_head_match_whole_layer() -> Result<()> {
         configs.extend([(6, 3), (4, 2), (4, 1), (9, 3)].map(|(h, h_kv)| of(h, h_kv).with_qk_norm(of_projection)));
     }
     for cfg in configs {
-        let invented_vb = || VarBuilder::from_backend(Box::new(Invented), DType::F32, CPU);
+        let invented_vb = || VarBuilder::from_backend(Box::new(Invented), DType::F32, DEVICE.clone());
         let bias = cfg.relative_bias().map(|own| RelativeBias::new(own, cfg.num_heads(), invented_vb())).transpose()?;
         let with_bias = |layer: &MultiHeadAttention, own: Option<RelativeBias>| match own {
             Some(own) => layer.clone().with_relative_bias(own),
             None => Ok(layer.clone()),
         };
         let whole = with_bias(&invented(&cfg, WeightLayout::Canonical)?, bias.clone())?;
-        let xs = Tensor::randn(0f32, 0.5, (2, 5, EMBED_DIM), &CPU)?;
+        let xs = Tensor::randn(0f32, 0.5, (2, 5, EMBED_DIM), &DEVICE)?;
         // A relative bias takes equal shares.
         for world_size in (1..=cfg.num_heads().min(5)).filter(|&n| n != 3 || cfg.relative_bias().is_none()) {
             let layers = shards(&whole, WeightLayout::Canonical, world_size)?;

@@ -8,7 +8,7 @@ use candle_core::{DType, Result, Tensor, Var, safetensors};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, SGD, VarBuilder};
 
 use crate::common::{assert_close, recorded};
-use crate::{CPU, wave};
+use crate::{DEVICE, wave};
 
 const E: usize = 16;
 const STEPS: usize = 20;
@@ -17,16 +17,16 @@ const STEPS: usize = 20;
 fn seeded(cfg: &MultiHeadAttentionConfig) -> Result<(HashMap<String, Var>, MultiHeadAttention)> {
     let seed = TorchSeed::new(7);
     let start =
-        MultiHeadAttention::new(cfg, seed.var_builder(DType::F32, &CPU))?.state_dict(WeightLayout::Canonical)?;
+        MultiHeadAttention::new(cfg, seed.var_builder(DType::F32, &DEVICE))?.state_dict(WeightLayout::Canonical)?;
     let vars: HashMap<_, _> =
         start.into_iter().map(|(name, tensor)| Ok((name, Var::from_tensor(&tensor)?))).collect::<Result<_>>()?;
     let tensors = vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
-    let layer = MultiHeadAttention::new(cfg, VarBuilder::from_tensors(tensors, DType::F32, &CPU))?;
+    let layer = MultiHeadAttention::new(cfg, VarBuilder::from_tensors(tensors, DType::F32, &DEVICE))?;
     Ok((vars, layer))
 }
 
 fn follows_torch(name: &str, make: impl Fn(Vec<Var>) -> Result<Box<dyn FnMut(&Tensor) -> Result<()>>>) -> Result<()> {
-    let expected = safetensors::load(recorded("weights/trained.safetensors"), &CPU)?;
+    let expected = safetensors::load(recorded("weights/trained.safetensors"), &DEVICE)?;
     let xs = wave(0.61, (2, 9, E))?;
     let target = wave(0.37, (2, 9, E))?;
     for backend in [Backend::Auto, Backend::Reference] {
@@ -41,7 +41,7 @@ fn follows_torch(name: &str, make: impl Fn(Vec<Var>) -> Result<Box<dyn FnMut(&Te
         }
         assert!(losses[STEPS - 1] < 0.99 * losses[0], "{name}: {losses:?}");
         let what = format!("{name}, {backend:?}");
-        assert_close(&Tensor::new(losses, &CPU)?, &expected[&format!("{name}.losses")], 1e-5, &what);
+        assert_close(&Tensor::new(losses, &DEVICE)?, &expected[&format!("{name}.losses")], 1e-5, &what);
         for (parameter, var) in &vars {
             assert_close(var, &expected[&format!("{name}.{parameter}")], 1e-5, &format!("{what}: {parameter}"));
         }

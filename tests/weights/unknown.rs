@@ -6,7 +6,7 @@ use candle_nn::VarBuilder;
 use proptest::prelude::*;
 
 use crate::common::property::for_all;
-use crate::{CPU, bits, invented, load};
+use crate::{DEVICE, bits, invented, load};
 
 /// Parameters that modules of other libraries use, with a shape for 2 heads over 1 that are 4 wide.
 const UNKNOWN: &[(&str, &[usize])] = &[
@@ -73,7 +73,7 @@ fn config(layout: WeightLayout, has_output: bool) -> MultiHeadAttentionConfig {
 fn load_beside(layout: WeightLayout, has_output: bool, name: &str, shape: &[usize]) -> Result<MultiHeadAttention> {
     let cfg = config(layout, has_output);
     let mut tensors = invented(&cfg, WeightLayout::Canonical)?.state_dict(layout)?;
-    tensors.push((name.to_string(), Tensor::ones(shape, DType::F32, &CPU)?));
+    tensors.push((name.to_string(), Tensor::ones(shape, DType::F32, &DEVICE)?));
     load(&cfg, layout, &tensors)
 }
 
@@ -141,7 +141,7 @@ fn buffers_in_files_of_every_layout_change_nothing() -> Result<()> {
 #[test]
 fn builders_that_have_every_name_load_every_layout() -> Result<()> {
     for layout in WeightLayout::all() {
-        MultiHeadAttention::load(&config(layout, true), layout, VarBuilder::zeros(DType::F32, &CPU))?;
+        MultiHeadAttention::load(&config(layout, true), layout, VarBuilder::zeros(DType::F32, &DEVICE))?;
     }
     Ok(())
 }

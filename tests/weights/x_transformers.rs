@@ -8,7 +8,7 @@ use candle_core::{DType, Result, Tensor, Var, safetensors};
 use candle_nn::VarBuilder;
 
 use crate::common::{assert_near, read_json, recorded};
-use crate::{CPU, bits, load};
+use crate::{DEVICE, bits, load};
 
 const LAYOUT: WeightLayout = WeightLayout::XTransformers;
 
@@ -33,7 +33,7 @@ fn recorded_layers() -> Result<Vec<Recorded>> {
         ("one_key_head", config(4, 1, 4)),
         ("other_output", config(4, 2, 4).with_out_dim(10)),
     ];
-    let all = safetensors::load(recorded("weights/x_transformers.safetensors"), &CPU)?;
+    let all = safetensors::load(recorded("weights/x_transformers.safetensors"), &DEVICE)?;
     let layer = |(name, cfg): (&'static str, MultiHeadAttentionConfig)| {
         let own = all.iter().filter_map(|(full, tensor)| Some((full.strip_prefix(name)?.strip_prefix('.')?, tensor)));
         let mut own: HashMap<_, _> = own.map(|(part, tensor)| (part.to_string(), tensor.clone())).collect();
@@ -99,7 +99,7 @@ fn x_transformers_layer_with_gqa_is_the_sum_of_its_shards() -> Result<()> {
         safetensors::save(&layer.tensors.iter().cloned().collect::<HashMap<_, _>>(), &path)?;
         for world_size in [2, 4] {
             // SAFETY: nobody writes to the file while it is mapped.
-            let vb = unsafe { candle_nn::var_builder::ShardedSafeTensors::var_builder(&[&path], DType::F32, &CPU)? };
+            let vb = unsafe { candle_nn::var_builder::ShardedSafeTensors::var_builder(&[&path], DType::F32, &DEVICE)? };
             let mut sum = layer.output.zeros_like()?;
             for rank in 0..world_size {
                 let shard = HeadShard::new(rank, world_size)?;
@@ -121,9 +121,9 @@ fn x_transformers_options_with_parameters_of_their_own_are_refused() -> Result<(
         assert!(!added.is_empty(), "{option}");
         let mut tensors = layer.tensors.clone();
         for (name, shape) in &added {
-            tensors.push((name.clone(), Tensor::ones(shape.as_slice(), DType::F32, &CPU)?));
+            tensors.push((name.clone(), Tensor::ones(shape.as_slice(), DType::F32, &DEVICE)?));
         }
-        let vb = VarBuilder::from_tensors(tensors.into_iter().collect(), DType::F32, &CPU);
+        let vb = VarBuilder::from_tensors(tensors.into_iter().collect(), DType::F32, &DEVICE);
         let error = MultiHeadAttention::load(&layer.config, LAYOUT, vb).err().map(|error| error.to_string());
         let error = error.unwrap_or_else(|| panic!("{option} was passed over"));
         assert!(added.keys().any(|name| error.contains(name.as_str())), "{option}: {error}");

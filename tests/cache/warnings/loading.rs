@@ -11,9 +11,9 @@ use crate::*;
 
 /// Makes the mask of a batch whose second text has no padding, with 1 for padding.
 pub fn inverted_attention_mask() -> Result<()> {
-    let mask = |rows: &[[u32; 4]; 2]| AttentionMask::from_attention_mask(&Tensor::new(rows, &CPU)?);
+    let mask = |rows: &[[u32; 4]; 2]| AttentionMask::from_attention_mask(&Tensor::new(rows, &DEVICE)?);
     mask(&[[1, 1, 0, 0], [1; 4]])?;
-    AttentionMask::from_attention_mask(&Tensor::zeros((2, 0), DType::U32, &CPU)?)?;
+    AttentionMask::from_attention_mask(&Tensor::zeros((2, 0), DType::U32, &DEVICE)?)?;
     assert_silent("a mask with a token in each row, and one without columns");
     mask(&[[0, 0, 1, 1], [0; 4]])?;
     mask(&[[0, 0, 1, 1], [0; 4]])?;
@@ -46,13 +46,13 @@ pub fn halves(layout: WeightLayout) -> Result<()> {
     let halves = in_style(RopeStyle::RotateHalf);
     let tensors: std::collections::HashMap<_, _> = layer(&halves)?.state_dict(layout)?.into_iter().collect();
     let load = |cfg: &Config| {
-        let vb = VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU);
+        let vb = VarBuilder::from_tensors(tensors.clone(), DType::F32, &DEVICE);
         MultiHeadAttention::load(cfg, layout, vb)
     };
     load(&in_style(RopeStyle::Interleaved))?;
     load(&Config::new(8, 2))?;
     let vars = VarMap::new();
-    MultiHeadAttention::load(&halves, layout, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+    MultiHeadAttention::load(&halves, layout, VarBuilder::from_varmap(&vars, DType::F32, &DEVICE))?;
     layer(&halves)?;
     assert_silent("neighbours, no positions, new variables, and another layout");
     load(&halves)?;
@@ -76,7 +76,7 @@ pub fn optimizer_before_the_adapter() -> Result<()> {
     let xs = xs(1, 2)?;
     let train = |is_late: bool| -> Result<()> {
         let vars = VarMap::new();
-        let adapter = Adapter::new(AdapterConfig::new(2, 4.0, ["q_proj", "v_proj"])?, &vars, DType::F32, &CPU);
+        let adapter = Adapter::new(AdapterConfig::new(2, 4.0, ["q_proj", "v_proj"])?, &vars, DType::F32, &DEVICE);
         let early = AdamW::new_lr(vars.all_vars(), 1e-2)?;
         let adapted = adapter.load_onto(&base, WeightLayout::Canonical, "layers.0.self_attn")?;
         let mut optimizer = if is_late { AdamW::new_lr(vars.all_vars(), 1e-2)? } else { early };

@@ -138,6 +138,10 @@ impl Array {
 
     /// Returns the buffer as a tensor, before any view.
     pub fn leaf(&self, dtype: DType, device: &Device) -> Result<Tensor> {
+        if self.data.is_empty() {
+            // Metal copies no empty tensors.
+            return Tensor::zeros(self.buffer.as_slice(), dtype, device);
+        }
         Tensor::from_slice(&self.data, self.buffer.as_slice(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
     }
 

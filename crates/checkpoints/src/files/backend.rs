@@ -8,7 +8,7 @@ use candle_nn::var_builder::SimpleBackend;
 use super::Checkpoint;
 use super::layers::{OF_MLX, is_weight};
 use super::stored::{Entry, Scale, StoredTensor};
-use candle_attention_modules::base::{FLOATS, Fact, SCALES};
+use candle_attention_modules::base::{FLOATS, Fact, SCALES, floats_text};
 
 /// Reads a checkpoint's tensors for a `VarBuilder`.
 pub(super) struct Backend {
@@ -48,6 +48,9 @@ impl Backend {
     }
 
     fn read(&self, name: &str, stored: &StoredTensor, dtype: DType, device: &Device) -> Result<Tensor> {
+        if dtype == DType::F64 && device.is_metal() {
+            bail!("{name} is read as F64, expected {}", floats_text(device))
+        }
         let scale = if stored.dtype == DType::F8E4M3 && dtype != DType::F8E4M3 {
             Some(self.scale(name, &stored.shape)?)
         } else {

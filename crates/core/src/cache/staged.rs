@@ -12,7 +12,7 @@ use crate::mask::{AttentionMask, Placement};
 use crate::sdpa::{
     AttentionResult, Call, OutputOnly, Plan, Qkv, Request, SdpaOptions, choose, plan_of_call, run_on, run_request,
 };
-use candle_attention_modules::base::accumulation_dtype;
+use candle_attention_modules::base::{accumulation_dtype, floats_on, floats_text};
 
 /// Computes keys (B, H, T, D) and values (B, H, T, D_v) from the rows (B, H_kv, T, width) of a cache, in their dtype.
 type Expansion<'e> = Box<dyn Fn(&Tensor) -> Result<KvFloats> + 'e>;
@@ -178,6 +178,9 @@ impl AttentionCache {
                 "[{OP}] keys or values are tracked for gradients, which a cache would lose; expected a layer after \
                  `freeze()` and an input `xs.detach()`, or a cache made `with_detached(true)`"
             )
+        }
+        if let Some(dtype) = self.config.dtype().filter(|dtype| !floats_on(k.device()).contains(dtype)) {
+            bail!("[{OP}] dtype is {dtype:?}, expected {}", floats_text(k.device()))
         }
         let kv = KvBuffers::encode(k, v, d_v, self.format(k.dtype()))?;
         if let Some(buffers) = &self.buffers

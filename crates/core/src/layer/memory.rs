@@ -110,6 +110,9 @@ fn selected(tensor: &Tensor, sequences: &[usize]) -> Result<Tensor> {
     if is_one && !sequences.is_empty() {
         return repeated(tensor, first, sequences.len());
     }
+    if sequences.is_empty() {
+        return Tensor::zeros([&[0], &tensor.dims()[1..]].concat(), tensor.dtype(), tensor.device());
+    }
     let dims = [&[sequences.len()], &tensor.dims()[1..], &[tensor.dtype().size_in_bytes()]].concat();
     check_memory(OP, format_args!("a memory of {} sequences", sequences.len()), &dims)?;
     let indices: Vec<_> = sequences.iter().map(|&sequence| sequence as u32).collect();

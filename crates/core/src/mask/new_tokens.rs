@@ -8,7 +8,7 @@ use super::constraint::{Alignment, Constraint, Reach};
 use super::tensors::{check_memory, readable};
 use super::tree::TokenTree;
 use super::{AttentionMask, OP};
-use candle_attention_modules::base::{Dim, Expect};
+use candle_attention_modules::base::{Dim, Expect, copied_to};
 
 /// The name of a mask of new tokens in errors.
 const MASK: &str = "the mask of the new tokens";
@@ -233,7 +233,7 @@ impl NewTokenMask {
                 }
             }
         }
-        Tensor::from_vec(entries, (matrices, 1, t_q, t_kv), device)
+        copied_to(device, entries, (matrices, 1, t_q, t_kv))
     }
 }
 

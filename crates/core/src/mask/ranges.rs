@@ -9,7 +9,7 @@ use super::constraint::QueryPosition;
 use super::placement::{Placement, SequencePlan, SequenceSize};
 use super::tensors::all_of;
 use super::{AttentionMask, OP};
-use candle_attention_modules::base::filled;
+use candle_attention_modules::base::{copied_to, filled};
 
 /// The range of keys that each query may attend to, for one shape (B, T_q, T_kv): a block mask of one block for each
 /// query. [`AttentionMask::resolve`] returns it.
@@ -157,7 +157,7 @@ impl RowRanges {
         for (keys, row) in rows.iter().zip(allowed.chunks_exact_mut(t_kv)) {
             row[keys.clone()].fill(1);
         }
-        let allowed = Tensor::from_vec(allowed, (matrices[0], 1, t_q, t_kv), device)?;
+        let allowed = copied_to(device, allowed, (matrices[0], 1, t_q, t_kv))?;
         match other {
             Some(other) => all_of(&allowed, &other).map(Some),
             None => Ok(Some(allowed)),

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{AttentionMask, BOOL_MASK, OP};
-use candle_attention_modules::base::{self, Expect, FLOATS, is_addressable};
+use candle_attention_modules::base::{self, Expect, floats_on, floats_text, is_addressable};
 
 impl AttentionMask {
     /// Returns the mask as one tensor to add to the scores, a float `attn_mask` of PyTorch: the sum of the biases, and
@@ -25,8 +25,9 @@ impl AttentionMask {
     /// As [`resolve`](Self::resolve), for boolean masks and biases that do not fit, for a dtype without -inf, and for
     /// dimensions that are too large for memory.
     pub fn to_additive(&self, dims: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
-        if !FLOATS.contains(&dtype) {
-            bail!("[{OP}] an additive mask in {dtype:?} has no -inf, expected F32, F16, BF16 or F64")
+        if !floats_on(device).contains(&dtype) {
+            let reason = if dtype == DType::F64 { "" } else { " has no -inf" };
+            bail!("[{OP}] an additive mask in {dtype:?}{reason}, expected {}", floats_text(device))
         }
         let dims = dims.into();
         check_addressable(dims)?;
@@ -70,7 +71,7 @@ impl AttentionMask {
     pub(crate) fn bias_tensor(&self, dims: [usize; 4], dtype: DType, device: &Device) -> Result<Option<Tensor>> {
         let mut sum: Option<Tensor> = None;
         for bias in &self.biases {
-            Expect::one(OP, "bias", bias).dtype_of(&FLOATS, "; a mask of ones and zeros is for `with_bool_mask`")?;
+            Expect::one(OP, "bias", bias).float("; a mask of ones and zeros is for `with_bool_mask`")?;
             let mut bias = fit("bias", bias, dims, device)?;
             if bias.dtype() != dtype {
                 check_memory(bias.dims(), dtype)?;

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use super::{CallContext, Positions, QueryKeyPositions, ScoreArguments, ScoreModifier, SharedModifier};
-use candle_attention_modules::base::{accumulation_dtype, check_entries, check_memory, number};
+use candle_attention_modules::base::{accumulation_dtype, check_entries, check_memory, number, to_device};
 use candle_attention_modules::linear::KeysAndValues;
 
 /// The config of ALiBi (<https://arxiv.org/abs/2108.12409>): a score decreases by
@@ -134,7 +134,8 @@ impl ScoreModifier for Alibi {
         let positions = Tensor::from_slice(&keys.entries, (keys.rows(), 1, 1, keys.t), &Device::Cpu)?;
         let biases = positions.to_dtype(DType::BF16)?.broadcast_mul(slopes)?.to_dtype(DType::F64)?;
         let biases = (biases * arguments.options.scale.unwrap_or(1.0))?;
-        let biases = biases.to_dtype(accumulation_dtype(arguments.q.dtype()))?.to_device(arguments.q.device())?;
+        let biases = biases.to_dtype(accumulation_dtype(arguments.q.dtype()))?;
+        let biases = to_device(&biases, arguments.q.device())?;
         arguments.mask = arguments.mask.clone().with_bias(&biases);
         Ok(())
     }

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::mask::AttentionMask;
 use crate::sdpa::{PackedSequences, SdpaOptions};
-use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, check_memory, number};
+use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, check_memory, number, to_device};
 use candle_attention_modules::linear::{KeysAndValues, Projections};
 
 /// The first position that f32, in which angles are computed, cannot tell from its neighbour.
@@ -178,7 +178,7 @@ impl AttentionTemperature {
         };
         let factors: Vec<f64> = positions.entries.iter().map(factor).collect();
         let factors = Tensor::from_vec(factors, (positions.rows(), 1, positions.t, 1), &Device::Cpu)?;
-        factors.to_dtype(dtype)?.to_device(device).map(Some)
+        to_device(&factors.to_dtype(dtype)?, device).map(Some)
     }
 }
 

@@ -6,7 +6,7 @@ use super::options::{OutputLayout, SdpaOptions};
 use super::packed::PackedSequences;
 use crate::mask::{AttentionMask, CallRanges, FullyMaskedRows, RowRanges};
 pub(super) use candle_attention_kernels::flash::AttentionDims as Dims;
-use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, transpose_linked};
+use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, is_addressable, transpose_linked};
 
 /// Queries, keys and values.
 #[derive(Clone, Copy)]
@@ -129,7 +129,7 @@ impl Call {
                 found.dtype(q.dtype(), "q's")?;
             }
         }
-        Expect::one(op, "q", &q).dtype_of(&FLOATS, "")?;
+        Expect::one(op, "q", &q).float("")?;
         let dtype = accumulation_dtype(q.dtype());
         let bool_mask = mask.bool_mask(scores, q.device())?;
         let bias = mask.bias_tensor(scores, bias_dtype(mask, &q, dtype), q.device())?;

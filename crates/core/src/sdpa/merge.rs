@@ -4,7 +4,7 @@ use candle_core::{D, Result, Tensor, bail};
 
 use super::softmax::{Softmax, masked_softmax_and_lse};
 use crate::mask::FullyMaskedRows;
-use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, sum_of_terms};
+use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, sum_of_terms};
 
 /// Merges attention over disjoint parts of the keys into attention over all of them, exactly.
 ///
@@ -20,8 +20,8 @@ use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, su
 pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
     const OP: &str = "merge_attention";
     let Some((first, first_lse)) = parts.first() else { bail!("[{OP}] expected at least one part, found none") };
-    Expect::one(OP, "the output", first).shape(&["B", "H", "T_q", "D_v"].map(Dim::Any))?.dtype_of(&FLOATS, "")?;
-    Expect::one(OP, "the log-sum-exp", first_lse).dtype_of(&FLOATS, "")?;
+    Expect::one(OP, "the output", first).shape(&["B", "H", "T_q", "D_v"].map(Dim::Any))?.float("")?;
+    Expect::one(OP, "the log-sum-exp", first_lse).float("")?;
     for (i, (output, lse)) in parts.iter().enumerate() {
         let name = format!("the output of part {i}");
         let found = Expect::one(OP, &name, output).sizes(first.dims())?;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{D, DType, Result, Tensor};
 
 use candle_attention_kernels::InstructionSet;
-use candle_attention_modules::base::{Dim, Expect, FLOATS, OptionalRef, number};
+use candle_attention_modules::base::{Dim, Expect, OptionalRef, number};
 use candle_attention_modules::init::TorchSeed;
 
 pub use candle_attention_kernels::flash::OutputLayout;
@@ -207,7 +207,7 @@ impl SdpaOptions {
         let check = |name: &str, tensor: &Option<Tensor>, shapes: &[&[Dim]]| -> Result<()> {
             let Some(tensor) = tensor else { return Ok(()) };
             let found = Expect::one(op, name, tensor).same_device("q", q.device())?;
-            found.shape_of(shapes)?.dtype_of(&FLOATS, "")?;
+            found.shape_of(shapes)?.float("")?;
             Ok(())
         };
         check("alibi_slopes", &self.alibi_slopes, &[&[h]])?;

@@ -11,7 +11,7 @@ use super::softmax::{Softmax, constant_like, masked_softmax_and_lse};
 use super::statistics::{AttentionStatistics, StatisticsOptions};
 use crate::mask::PackedRows;
 use candle_attention_kernels::flash::{WeightIndex, philox_keeps};
-use candle_attention_modules::base::{accumulation_dtype, check_memory};
+use candle_attention_modules::base::{accumulation_dtype, check_memory, matmul, matmul_ready};
 
 /// Returns the attention output.
 pub(super) fn output(call: &Call) -> Result<Tensor> {
@@ -224,13 +224,8 @@ fn grouped_matmul(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
     if y == 0 {
         return Tensor::zeros((b, h, t, y), lhs.dtype(), lhs.device());
     }
-    let product = lhs.contiguous()?.reshape((b, h_kv, h / h_kv * t, x))?.matmul(&matmul_ready(rhs)?)?;
-    product.reshape((b, h, t, y))
-}
-
-/// Returns a matrix that Candle multiplies in place: row-major or column-major. Any other is copied.
-fn matmul_ready(matrix: &Tensor) -> Result<Tensor> {
-    if matrix.is_contiguous() || matrix.t()?.is_contiguous() { Ok(matrix.clone()) } else { matrix.contiguous() }
+    let rows_of_groups = lhs.contiguous()?.reshape((b, h_kv, h / h_kv * t, x))?;
+    matmul(&rows_of_groups, &matmul_ready(rhs)?)?.reshape((b, h, t, y))
 }
 
 /// Returns the ALiBi bias `-slope · |query position - key position|`, (B or 1, H, T_q, T_kv).

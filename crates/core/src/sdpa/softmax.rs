@@ -3,7 +3,7 @@
 use candle_core::{D, Device, Result, Tensor};
 
 use crate::mask::{AttentionMask, FullyMaskedRows, ValidLens};
-use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype};
+use candle_attention_modules::base::{Dim, Expect, accumulation_dtype};
 
 /// The result of a softmax over scores (.., T_q, T_kv).
 pub(super) struct Softmax {
@@ -85,7 +85,7 @@ pub fn masked_softmax(
     fully_masked_rows: FullyMaskedRows,
 ) -> Result<Tensor> {
     let expected = Expect::many("masked_softmax", "scores", scores);
-    expected.shape(&["B", "T_q", "T_kv"].map(Dim::Any))?.dtype_of(&FLOATS, "")?;
+    expected.shape(&["B", "T_q", "T_kv"].map(Dim::Any))?.float("")?;
     let (b, t_q, t_kv) = scores.dims3()?;
     let mask = valid_lens.map_or_else(AttentionMask::none, |lens| AttentionMask::none().with_valid_lens(lens.clone()));
     let bool_mask = mask.combined_bool_mask([b, 1, t_q, t_kv], scores.device())?;

@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use candle_attention_kernels::flash::{self, MAX_TOP};
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::call::{Call, Dims};
-use candle_attention_modules::base::number;
 use candle_attention_modules::base::rowwise::to_vec;
+use candle_attention_modules::base::{copied_to, number};
 
 /// The statistics to compute besides entropies and sums.
 ///
@@ -136,6 +136,17 @@ impl AttentionStatistics {
         let (b, h, t_q, t_kv) = weights.dims4()?;
         let k = options.top_keys.min(t_kv);
         let device = weights.device();
+        if weights.elem_count() == 0 {
+            let zeros = |shape: &[usize]| Tensor::zeros(shape, weights.dtype(), device);
+            let tile = options.tile.as_ref().map(|Tile { queries, keys }| zeros(&[b, h, queries.len(), keys.len()]));
+            return Ok(Self {
+                top_keys: Tensor::zeros((b, h, t_q, k), DType::U32, device)?,
+                top_weights: zeros(&[b, h, t_q, k])?,
+                entropy: zeros(&[b, h, t_q])?,
+                key_weight_sums: zeros(&[b, h, t_kv])?,
+                weights: tile.transpose()?,
+            });
+        }
         let numbers = to_vec::<f64>(weights)?;
         let mut top_keys = Vec::new();
         let mut entropy = Vec::new();
@@ -147,7 +158,12 @@ impl AttentionStatistics {
             // A weight of 0 adds nothing. A NaN is not 0, so that it reaches the sum.
             entropy.push(row.iter().filter(|weight| **weight != 0.0).map(|weight| -weight * weight.ln()).sum::<f64>());
         }
-        let top_keys = Tensor::from_vec(top_keys, (b, h, t_q, k), device)?;
+        let top_keys = copied_to(device, top_keys, (b, h, t_q, k))?;
+        let top_weights = if k > 0 {
+            weights.contiguous()?.gather(&top_keys, 3)?
+        } else {
+            Tensor::zeros((b, h, t_q, 0), weights.dtype(), device)?
+        };
         let entropy = Tensor::from_vec(entropy, (b, h, t_q), &Device::Cpu)?.to_dtype(weights.dtype())?;
         let tile = match &options.tile {
             Some(Tile { queries, keys }) => {
@@ -157,8 +173,8 @@ impl AttentionStatistics {
             None => None,
         };
         Ok(Self {
-            top_weights: weights.contiguous()?.gather(&top_keys, 3)?,
             top_keys,
+            top_weights,
             entropy: entropy.to_device(device)?,
             key_weight_sums: weights.sum(2)?,
             weights: tile,

@@ -7,7 +7,7 @@ use candle_attention_core::PackedSequences;
 use candle_attention_kernels::delta::DeltaDims;
 use candle_attention_modules::base::Dim::{self, Any, Named};
 use candle_attention_modules::base::rowwise::with_contiguous_rows;
-use candle_attention_modules::base::{Expect, FLOATS, accumulation_dtype, fits_in_memory, number};
+use candle_attention_modules::base::{Expect, accumulation_dtype, fits_in_memory, number};
 
 /// The tensors of a call as the caller passed them: (B, heads, T, ..), or (total, heads, ..) for packed sequences.
 #[derive(Clone, Copy)]
@@ -192,7 +192,7 @@ fn check_tensors(op: &str, tensors: DeltaTensors, sequences: Option<&PackedSeque
         Expect::one(op, "state", state).shape(&expected)?;
     }
 
-    Expect::one(op, "q", q).dtype_of(&FLOATS, "")?;
+    Expect::one(op, "q", q).float("")?;
     check_heads(op, "q", h_q, h_s, true)?;
     for (name, tensor) in [("k", k), ("v", v)] {
         Expect::one(op, name, tensor).same_device("q", q.device())?.dtype(q.dtype(), "q's")?;
@@ -200,7 +200,7 @@ fn check_tensors(op: &str, tensors: DeltaTensors, sequences: Option<&PackedSeque
     }
     for (name, tensor) in [("decay", decay), ("beta", beta), ("state", state)] {
         let Some(tensor) = tensor else { continue };
-        Expect::one(op, name, tensor).same_device("q", q.device())?.dtype_of(&FLOATS, "")?;
+        Expect::one(op, name, tensor).same_device("q", q.device())?.float("")?;
         check_heads(op, name, tensor.dim(1)?, h_s, false)?;
     }
     number::expect(op, "q's head dimension", d_k, |d: usize| d > 0, "at least 1")?;

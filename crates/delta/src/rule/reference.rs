@@ -14,7 +14,7 @@ use candle_core::{Tensor, Var};
 
 use super::call::{Call, repeat_heads};
 use candle_attention_kernels::delta::DeltaDims;
-use candle_attention_modules::base::accumulation_dtype;
+use candle_attention_modules::base::{accumulation_dtype, matmul};
 
 /// The tokens of a chunk, which bound the depth of its graph.
 const CHUNK: usize = 64;
@@ -174,11 +174,11 @@ impl RecurrenceInputs {
                 state = state.broadcast_mul(&factors[t].t()?)?;
             }
             let value = match &beta {
-                Some(beta) => (&v[t] - k[t].matmul(&state)?)?.broadcast_mul(&beta[t])?,
+                Some(beta) => (&v[t] - matmul(&k[t], &state)?)?.broadcast_mul(&beta[t])?,
                 None => v[t].clone(),
             };
             state = (state + k[t].t()?.broadcast_mul(&value)?)?;
-            ys.push(q[t].matmul(&state)?);
+            ys.push(matmul(&q[t], &state)?);
         }
         Ok((Tensor::cat(&ys, 2)?, state))
     }

@@ -13,6 +13,7 @@ use thiserror::Error;
 use tokenizers::{PaddingDirection, PaddingParams};
 
 use candle_attention_core::{AttentionMask, ValidLens};
+use candle_attention_modules::base::copied_to;
 pub use embedding::{EmbeddingConfig, EmbeddingLayer};
 pub use gguf::gguf_tokenizer;
 pub use tokenizer::{SimpleTokenizer, SpecialTokens, Split};
@@ -126,7 +127,7 @@ impl Batch {
     ///
     /// If the device fails.
     pub fn ids_tensor(&self, device: &Device) -> Result<Tensor> {
-        Tensor::from_vec(self.ids.concat(), (self.batch_size(), self.seq_len), device)
+        copied_to(device, self.ids.concat(), (self.batch_size(), self.seq_len))
     }
 
     /// Returns the mask of the padding, on either side, for a call over these texts alone. A layer accepts it by

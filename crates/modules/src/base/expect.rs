@@ -12,6 +12,24 @@ use Dim::{Any, Is, Named};
 /// The dtypes in which attention is computed. Candle's other floats lack what it needs: an infinity, or conversions.
 pub const FLOATS: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
 
+/// Returns the dtypes in which attention is computed on a device: Metal has no f64.
+pub fn floats_on(device: &Device) -> &'static [DType] {
+    if device.is_metal() { &FLOATS[..3] } else { &FLOATS }
+}
+
+/// Returns the text of a list of dtypes in an error: `F32, F16 or BF16`.
+fn dtypes_text(dtypes: &[DType]) -> String {
+    let mut names: Vec<_> = dtypes.iter().map(|dtype| format!("{dtype:?}")).collect();
+    let last = names.pop().unwrap_or_default();
+    if names.is_empty() { last } else { format!("{} or {last}", names.join(", ")) }
+}
+
+/// Returns the text of the dtypes in which attention is computed on a device, for an error.
+pub fn floats_text(device: &Device) -> String {
+    let on_metal = if device.is_metal() { " on Metal" } else { "" };
+    format!("{}{on_metal}", dtypes_text(floats_on(device)))
+}
+
 /// Returns the dtype in which scores and weights of inputs in `dtype` are computed: f64 for f64, and f32 otherwise.
 pub fn accumulation_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
@@ -110,10 +128,17 @@ impl<'a> Expect<'a> {
         if expected.contains(&self.tensor.dtype()) {
             return Ok(self);
         }
-        let mut names: Vec<_> = expected.iter().map(|dtype| format!("{dtype:?}")).collect();
-        let last = names.pop().unwrap_or_default();
-        let names = if names.is_empty() { last } else { format!("{} or {last}", names.join(", ")) };
-        self.fail("dtype", self.tensor.dtype(), format!("{names}{reason}"))
+        self.fail("dtype", self.tensor.dtype(), format!("{}{reason}", dtypes_text(expected)))
+    }
+
+    /// Checks that the tensor has a dtype in which attention is computed on its device. `reason` follows the dtypes in
+    /// errors.
+    pub fn float(self, reason: impl fmt::Display) -> Result<Self> {
+        let device = self.tensor.device();
+        if floats_on(device).contains(&self.tensor.dtype()) {
+            return Ok(self);
+        }
+        self.fail("dtype", self.tensor.dtype(), format!("{}{reason}", floats_text(device)))
     }
 
     /// Checks that the tensor does not have the dtype and the rank of token ids, (T,) or (B, T), which were meant to be

@@ -11,6 +11,7 @@ mod nearest;
 mod optional_ref;
 mod parameter_list;
 mod parameters;
+mod product;
 mod quantization;
 mod query_heads;
 mod reader;
@@ -22,7 +23,7 @@ mod uploads;
 
 pub use expect::{
     Dim, Expect, FLOATS, accumulation_dtype, check_entries, check_keys_and_values, check_memory, filled,
-    fits_in_memory, is_addressable,
+    fits_in_memory, floats_on, floats_text, is_addressable,
 };
 pub use facts::Fact;
 pub use fields::{Synonym, optional_variant, unknown_field, variant};
@@ -33,6 +34,7 @@ pub use nearest::{did_you_mean, edits, nearest};
 pub use optional_ref::OptionalRef;
 pub use parameter_list::{ParameterList, StoredParameter};
 pub use parameters::{Parameter, WeightAndBias, frozen, part, save, variables_without_gradient};
+pub use product::{matmul, matmul_by_head, matmul_ready};
 pub use quantization::{ConfigMethod, QuantizedWeight};
 pub use query_heads::QueryHeadOrder;
 pub use reader::{
@@ -42,7 +44,7 @@ pub use reader::{
 pub use shard::{HeadCounts, HeadShard, Heads, Share};
 pub use spec::{NO_BIAS, ParameterSpec};
 pub use sum::sum_of_terms;
-pub use uploads::uploaded;
+pub use uploads::{copied_to, to_device, uploaded};
 
 pub mod number {
     //! Checks of the numbers that callers set.

@@ -223,7 +223,8 @@ pub fn save(named: Vec<(String, Tensor)>, path: &Path) -> Result<()> {
 
 /// Returns the current values of a tensor: a copy where a variable could change it.
 pub fn frozen(tensor: &Tensor) -> Result<Tensor> {
-    if tensor.track_op() { tensor.detach().copy() } else { Ok(tensor.clone()) }
+    // Not `copy`, which shares the memory on Metal.
+    if tensor.track_op() { tensor.detach().force_contiguous() } else { Ok(tensor.clone()) }
 }
 
 /// Returns the names of the variables without a gradient, in alphabetical order. An optimizer skips them without an

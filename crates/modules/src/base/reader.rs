@@ -7,7 +7,7 @@ use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder, SimpleBackend};
 use candle_nn::{Linear, VarBuilder};
 
-use super::expect::{FLOATS, fits_in_memory};
+use super::expect::{fits_in_memory, floats_on, floats_text};
 use super::facts::{Fact, has_integers, is_claimed_by_all};
 use super::quantization::QuantizedWeight;
 use super::shard::{HeadCounts, HeadShard, Heads, Share};
@@ -57,8 +57,8 @@ impl<'a> ParameterReader<'a> {
     /// If the builder returns a dtype in which attention cannot be computed.
     pub fn new(op: &'static str, layout: impl ToString, vb: VarBuilder<'a>) -> Result<Self> {
         let dtype = vb.dtype();
-        if !FLOATS.contains(&dtype) {
-            bail!("[{op}] the builder returns weights as {dtype:?}, expected F32, F16, BF16 or F64")
+        if !floats_on(vb.device()).contains(&dtype) {
+            bail!("[{op}] the builder returns weights as {dtype:?}, expected {}", floats_text(vb.device()))
         }
         Ok(Self { vb, op, layout: layout.to_string(), shard: HeadShard::WHOLE, heads: HeadCounts { query: 1, key: 1 } })
     }

@@ -1,10 +1,10 @@
-//! Lists of integers on a device. The layers of a model attend with the same lengths and positions, one after another,
-//! so that a list that was copied to the device a moment ago is used again.
+//! Copies of numbers on a device, and lists of integers that are kept there. The layers of a model attend with the same
+//! lengths and positions, one after another, so that a list that was copied to the device a moment ago is used again.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result, Shape, Tensor, WithDType};
 
 /// The lists that are kept, the latest first.
 static UPLOADS: Mutex<VecDeque<Upload>> = Mutex::new(VecDeque::new());
@@ -19,6 +19,29 @@ const MOST_ENTRIES: usize = 1 << 16;
 struct Upload {
     entries: Vec<i32>,
     on_device: Tensor,
+}
+
+/// Returns a tensor of these numbers on a device, also of none: Metal has no memory of no bytes to copy to.
+///
+/// # Errors
+/// If the shape has another number of entries, or the device fails.
+pub fn copied_to<E: WithDType>(device: &Device, numbers: Vec<E>, shape: impl Into<Shape>) -> Result<Tensor> {
+    let shape = shape.into();
+    if numbers.is_empty() && shape.elem_count() == 0 {
+        return Tensor::zeros(shape, E::DTYPE, device);
+    }
+    Tensor::from_vec(numbers, shape, device)
+}
+
+/// Returns a tensor on a device, also one without entries, of which Metal has no copies.
+///
+/// # Errors
+/// If the device fails.
+pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor> {
+    if tensor.elem_count() == 0 && !tensor.device().same_device(device) {
+        return Tensor::zeros(tensor.shape(), tensor.dtype(), device);
+    }
+    tensor.to_device(device)
 }
 
 /// Returns a list as an i32 tensor on a device. The tensor may be shared and must not be written to.

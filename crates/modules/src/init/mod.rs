@@ -33,7 +33,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::base::{filled, number};
+use crate::base::{filled, number, to_device};
 
 /// PyTorch's CPU generator after `torch.manual_seed(seed)`, with the parameters drawn from it so far.
 ///
@@ -180,7 +180,7 @@ impl SimpleBackend for TorchSeed {
 impl Parameter {
     fn serve(&mut self, dtype: DType, device: &Device) -> Result<Tensor> {
         if self.served.dtype() != dtype || !self.served.device().same_device(device) {
-            self.served = self.exact.to_dtype(dtype)?.to_device(device)?;
+            self.served = to_device(&self.exact.to_dtype(dtype)?, device)?;
         }
         Ok(self.served.clone())
     }

@@ -126,7 +126,11 @@ impl PackedLinear {
             }
             // Candle's quantised product has no gradient and needs a matrix that is not empty.
             Weight::Quantized { matmul, .. } if !xs.track_op() && xs.elem_count() > 0 => {
-                let rows = contiguous("input", xs)?.reshape(((), self.in_dim()))?;
+                let mut rows = contiguous("input", xs)?.reshape(((), self.in_dim()))?;
+                if xs.device().is_metal() && rows.layout().start_offset() > 0 {
+                    // The product of several rows begins with the first number of the buffer there.
+                    rows = rows.force_contiguous()?;
+                }
                 let all = matmul.forward(&rows)?.reshape([&xs.dims()[..xs.rank() - 1], &[self.out_dim()]].concat())?;
                 let ys = part(&all, xs.rank() - 1, columns.clone())?;
                 match bias {

@@ -16,7 +16,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::{Activation, Linear, VarBuilder};
 
 use crate::base::rowwise::to_vec;
-use crate::base::{Dim, Expect, FLOATS, frozen, is_addressable};
+use crate::base::{Dim, Expect, frozen, is_addressable};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::linear::{PackedWeight, WeightShape};
 pub use gated::PackedGatedLinear;
@@ -138,7 +138,7 @@ impl PackedLinear {
         instruction_set: Option<InstructionSet>,
     ) -> Result<Self> {
         let dtype = weight.dtype();
-        Expect::one(OP, "weight", weight).shape(&["out", "in"].map(Dim::Any))?.dtype_of(&FLOATS, "")?;
+        Expect::one(OP, "weight", weight).shape(&["out", "in"].map(Dim::Any))?.float("")?;
         if !is_addressable(weight.dims()) {
             bail!("[{OP}] weight has shape {:?}, which is too large to address", weight.dims())
         }
@@ -299,7 +299,8 @@ impl PackedLinear {
                 unpack(weight, self.dtype, Some(&outputs))?
             }
             Weight::Tracked { weight, .. } | Weight::Plain(weight) => {
-                weight.index_select(&Tensor::new(flat.as_slice(), self.device())?, 0)?
+                // Metal misreads a transposed weight.
+                weight.contiguous()?.index_select(&Tensor::new(flat.as_slice(), self.device())?, 0)?
             }
             Weight::Quantized { weight, .. } => weight.embedding(&Tensor::new(flat.as_slice(), self.device())?)?,
         };

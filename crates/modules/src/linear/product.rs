@@ -9,7 +9,7 @@ use candle_nn::{Activation, Linear};
 use super::matrix::{as_left_factor, contiguous, matrix_of};
 use super::{OP, backend};
 use crate::base::rowwise::{Element, Read, read, with_float};
-use crate::base::{gradient_of, record};
+use crate::base::{gradient_of, matmul_ready, record};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::linear::{self, Matrix, PackedWeight, Product, Right, Up, WeightShape};
 
@@ -243,10 +243,15 @@ pub(super) fn plain(linear: &Linear, xs: &Tensor) -> Result<Tensor> {
             None => Ok(zeros),
         };
     }
-    if !xs.device().is_metal() {
+    if xs.device().is_cpu() {
         return backend::affine(xs, linear.weight(), linear.bias());
+    }
+    // Some columns of a transposed weight, for example.
+    let weight = matmul_ready(linear.weight())?;
+    if !xs.device().is_metal() {
+        return backend::affine(xs, &weight, linear.bias());
     }
     // Candle does not multiply vectors.
     let rows = contiguous("input", xs)?.reshape(((), xs.dim(D::Minus1)?))?;
-    linear.forward(&rows)?.reshape(shape)
+    Linear::new(weight, linear.bias().cloned()).forward(&rows)?.reshape(shape)
 }

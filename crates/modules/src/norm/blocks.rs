@@ -5,7 +5,7 @@ use candle_nn::{LayerNormConfig, VarBuilder};
 
 use super::cuda::CudaGatedNorm;
 use super::{Norm, QkNormKind};
-use crate::base::{Dim, Expect, FLOATS, Parameter, ParameterReader, check_memory, number};
+use crate::base::{Dim, Expect, Parameter, ParameterReader, check_memory, number};
 use crate::gate::GateActivation;
 
 const RMS: &str = "rms_norm";
@@ -220,7 +220,7 @@ fn load(op: &'static str, kind: QkNormKind, size: usize, config: LayerNormConfig
 
 fn checked(op: &str, kind: QkNormKind, eps: f64, weight: Tensor, bias: Option<Tensor>) -> Result<Norm> {
     number::epsilon(op, "eps", eps)?;
-    Expect::one(op, "weight", &weight).shape(&[Dim::Any("size")])?.dtype_of(&FLOATS, "")?;
+    Expect::one(op, "weight", &weight).shape(&[Dim::Any("size")])?.float("")?;
     check_memory(op, format_args!("a weight of shape {:?}", weight.dims()), weight.dims())?;
     if let Some(bias) = &bias {
         let bias = Expect::one(op, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;

@@ -9,7 +9,7 @@ use super::super::{Latest, latest};
 use super::OP;
 use crate::mask::AttentionMask;
 use crate::sdpa::{OwnKeys, Plan, Request, SdpaOptions};
-use candle_attention_modules::base::{accumulation_dtype, check_memory};
+use candle_attention_modules::base::{accumulation_dtype, check_memory, matmul_by_head};
 use candle_attention_modules::linear::KeysAndValues;
 
 /// The vectors of distances i - j of query i and key j: (H, 2T, D), or (1, 2T, D) if all heads share them.
@@ -74,7 +74,7 @@ fn by_distance(xs: &Tensor, vectors: &Tensor) -> Result<Tensor> {
     let dims = [b, h, t, 2 * t];
     let bytes = [&dims[..], &[xs.dtype().size_in_bytes()]].concat();
     check_memory(OP, format_args!("a term of {dims:?}"), &bytes)?;
-    let products = xs.contiguous()?.broadcast_matmul(&vectors.transpose(D::Minus2, D::Minus1)?)?;
+    let products = matmul_by_head(&xs.contiguous()?, &vectors.transpose(D::Minus2, D::Minus1)?)?;
     let shifted = products.reshape((b, h, 2 * t * t))?.narrow(2, t - 1, t * (2 * t - 1))?;
     shifted.reshape((b, h, t, 2 * t - 1))?.narrow(3, 0, t)
 }

@@ -8,7 +8,7 @@ use super::OP;
 use super::call::{Image, projected_keys, wide};
 use super::distances::rows_of;
 use super::specs::{LayerSpecs, zeros};
-use candle_attention_modules::base::{ParameterList, ParameterSpec, accumulation_dtype, check_memory};
+use candle_attention_modules::base::{ParameterList, ParameterSpec, accumulation_dtype, check_memory, matmul_by_head};
 use candle_attention_modules::linear::KeysAndValues;
 
 /// The parameter (2 · rows - 1, D) of distances down, which all heads share.
@@ -93,7 +93,7 @@ impl Grid {
         let dim = if axis == Axis::Down { 1 } else { 2 };
         let vectors = by_lines(n, &wide(&self.parameters, name)?)?;
         let lines = queries.transpose(1, dim)?.contiguous()?.reshape((b, n, queries_of_line * h, width / h))?;
-        let products = lines.broadcast_matmul(&vectors)?;
+        let products = matmul_by_head(&lines, &vectors)?;
         products.reshape((b, n, queries_of_line, h * n))?.transpose(1, dim)?.contiguous()
     }
 

@@ -163,7 +163,7 @@ impl RotaryEmbedding {
     /// Rotates by the rotation of B sequences of T positions that `rotation` returns.
     fn rotate(&self, xs: &Tensor, rotation: impl FnOnce(usize, usize) -> Result<Rotation>) -> Result<Tensor> {
         let shape = [Dim::Any("B"), Dim::Any("H"), Dim::Any("T"), Dim::Named("D", self.head_dim())];
-        Expect::many("rope", "xs", xs).shape(&shape)?.dtype_of(&FLOATS, "")?;
+        Expect::many("rope", "xs", xs).shape(&shape)?.float("")?;
         let bytes = [xs.dims(), &[xs.dtype().size_in_bytes()]].concat();
         check_memory("rope", format_args!("a result of shape {:?}", xs.dims()), &bytes)?;
         rotation(xs.dim(0)?, xs.dim(2)?)?.apply(&xs.transpose(1, 2)?)?.transpose(1, 2)

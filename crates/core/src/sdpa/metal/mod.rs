@@ -110,12 +110,11 @@ impl MetalCall {
     fn output_by(&self, call: &Call, run: impl Fn(&Inputs) -> Result<Tensor>) -> Result<Tensor> {
         let Self { keys, is_causal, rest } = self;
         let t_q = call.dims.t_q;
-        let first = |xs: &Tensor, rows: Range<usize>| readable(&xs.narrow(2, rows.start, rows.len())?, t_q);
-        let of_keys = keys.start..keys.end - rest;
+        let of_keys = |xs: &Tensor| readable(&xs.narrow(2, keys.start, keys.len() - rest)?, t_q == 1);
         let output = run(&Inputs {
-            q: first(&call.q, 0..t_q - rest)?,
-            k: first(&call.k, of_keys.clone())?,
-            v: first(&call.v, of_keys)?,
+            q: readable(&call.q.narrow(2, 0, t_q - rest)?, false)?,
+            k: of_keys(&call.k)?,
+            v: of_keys(&call.v)?,
             is_causal: *is_causal,
             scale: call.scale() as f32,
         })?;
@@ -184,19 +183,21 @@ fn sdpa(inputs: &Inputs) -> Result<Tensor> {
     candle_nn::ops::sdpa(q, k, v, None, *is_causal, *scale, 1.0)
 }
 
-/// Returns a tensor (B, H, T, D) of a call with `t_q` queries, copied only if the operation cannot read it.
-fn readable(tensor: &Tensor, t_q: usize) -> Result<Tensor> {
+/// Returns a tensor (B, H, T, D), copied only if the operation cannot read it. `heads_are_apart` is whether it reads
+/// heads at any one distance from each other, as it does with the keys and values of one query.
+fn readable(tensor: &Tensor, heads_are_apart: bool) -> Result<Tensor> {
     // Not `contiguous`, which does not copy a view that begins at an odd element or has a stride for a single head.
-    if is_readable(tensor, t_q) { Ok(tensor.clone()) } else { tensor.force_contiguous() }
+    if is_readable(tensor, heads_are_apart) { Ok(tensor.clone()) } else { tensor.force_contiguous() }
 }
 
-/// Returns whether the operation reads a tensor (B, H, T, D) without a copy. For one query it uses only the stride of
-/// the heads of keys and values (issue 3703 of huggingface/candle): each head has contiguous rows, and heads have one
-/// distance from each other, as in a view into a cache.
-fn is_readable(tensor: &Tensor, t_q: usize) -> bool {
+/// Returns whether the operation reads a tensor (B, H, T, D) without a copy: each head has contiguous rows, and heads
+/// follow each other without a gap, or have one distance from each other, as in a view into a cache. For one query the
+/// operation uses the stride of the heads of keys and values and no other (issue 3703 of huggingface/candle), and no
+/// stride of the query.
+fn is_readable(tensor: &Tensor, heads_are_apart: bool) -> bool {
     let (&[b, h, t, d], &[b_stride, h_stride, t_stride, d_stride]) = (tensor.dims(), tensor.stride()) else {
         return false;
     };
     let has_contiguous_rows = d_stride == 1 && (t == 1 || t_stride == d);
-    has_contiguous_rows && (b == 1 || b_stride == h * h_stride) && (t_q == 1 || b * h == 1 || h_stride == t * d)
+    has_contiguous_rows && (b == 1 || b_stride == h * h_stride) && (heads_are_apart || b * h == 1 || h_stride == t * d)
 }
