@@ -190,8 +190,7 @@ fn forward(file: &File, xs: &Tensor) -> Result<Tensor> {
     gguf::load_linear_attention(&content, &mut reader, 0, &DEVICE)?.forward(xs)
 }
 
-/// Compares with the same file with dequantised weights. Products with K-quants are Candle's, which rounds inputs to 8
-/// bits too.
+/// Compares with the same file with dequantised weights.
 #[test]
 fn gguf_latent_and_linear_weights_of_every_type_match_dequantised_layer() -> Result<()> {
     use GgmlDType::*;
@@ -203,9 +202,7 @@ fn gguf_latent_and_linear_weights_of_every_type_match_dequantised_layer() -> Res
                 plain.add(name, &tensor.dequantize(&DEVICE)?, F32)?;
             }
             let error = relative_error(&forward(&file, &xs)?, &forward(&plain, &xs)?);
-            // Candle rounds the inputs of these types to 8 bits on the CPU.
-            let rounds_inputs = DEVICE.is_cpu() && matches!(dtype, Q2K | Q3K | Q4K | Q5K | Q6K);
-            assert!(error < 0.05 && (error > 1e-5) == rounds_inputs, "{dtype:?}: off by {error:e}");
+            assert!(error < 1e-5, "{dtype:?}: off by {error:e}");
         }
     }
     Ok(())

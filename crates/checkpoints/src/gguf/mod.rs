@@ -16,9 +16,8 @@
 //! the weights of Gemma's norms include the 1 that the model adds; packed projections have their rows by part.
 //!
 //! Inputs and outputs are f32, as in llama.cpp. Weights are packed by [`PackedLinear::from_qtensor`]: f32, f16 and bf16
-//! unchanged, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 as codes of 4 or 8 bits, without loss. K-quants (Q2_K to Q6_K) are
-//! multiplied by Candle's `QMatMul`, whose inputs are rounded to 8 bits. The bits of a row may then depend on how many
-//! rows there are.
+//! unchanged, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and K-quants (Q2_K to Q6_K) as codes of 4 or 8 bits, without loss. On CUDA
+//! and Metal, K-quants are multiplied by Candle's `QMatMul`.
 
 mod architectures;
 mod config;

@@ -1,7 +1,7 @@
 //! The traits in which algorithms are written: a vector register, the kernel of an instruction set, and tasks that are
 //! compiled for each kernel.
 
-use super::panel::PanelProduct;
+use super::panel::{Format, PanelProduct};
 
 /// The most lanes that a vector of any instruction set has.
 pub(crate) const MAX_LANES: usize = 16;
@@ -246,13 +246,15 @@ macro_rules! compiled_for {
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(super) use compiled_for;
 
-/// The steps of depth that share the scales of a panel.
+/// The steps of depth of a panel that are stored together.
 #[derive(Clone, Copy)]
 pub struct ColumnBlock {
     /// The first word of the block: of its scales if it has any, and of its numbers otherwise.
     pub at: *const f32,
     /// The columns of the panel.
     pub panel: usize,
+    /// The format of the panel.
+    pub format: Format,
 }
 
 /// A format of the columns of B.
@@ -266,6 +268,8 @@ pub trait Columns {
     /// Whether the columns are words that are multiplied as they are.
     const IS_WORDS: bool = false;
 
+    /// The scales of a vector of columns.
+    type Scales<V: Vector>: Copy;
     /// `STEPS` steps of a vector of columns.
     type Loaded<V: Vector>: Copy;
 
@@ -274,15 +278,26 @@ pub trait Columns {
         block.at
     }
 
-    /// Loads `STEPS` steps of a vector of columns, from words `b` of the block and a column on.
+    /// Returns the steps of a block that share scales, a multiple of `STEPS`.
+    fn group(_block: &ColumnBlock) -> usize {
+        Self::BLOCK
+    }
+
+    /// Loads the scales of a group of the block's steps, of a vector of columns from a column on.
+    ///
+    /// # Safety
+    /// As [`Vector::load`], for the scales of the block from the column on.
+    unsafe fn scales<V: Vector>(block: &ColumnBlock, group: usize, column: usize) -> Self::Scales<V>;
+
+    /// Loads `STEPS` steps of a vector of columns, from words `b` of a block and a column on.
     ///
     /// # Safety
     /// As [`Vector::load`], for `STEPS` steps of the block from the column on.
-    unsafe fn load<V: Vector>(b: *const f32, block: &ColumnBlock, column: usize) -> Self::Loaded<V>;
+    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> Self::Loaded<V>;
 
-    /// Returns the first of the remaining steps, and removes it.
+    /// Returns the numbers of the first of the remaining steps, and removes that step.
     ///
     /// # Safety
     /// As [`Vector`].
-    unsafe fn take<V: Vector>(loaded: &mut Self::Loaded<V>) -> V;
+    unsafe fn take<V: Vector>(loaded: &mut Self::Loaded<V>, scales: &Self::Scales<V>) -> V;
 }

@@ -2,115 +2,10 @@
 
 use std::marker::PhantomData;
 
+use super::columns::{WithColumns, Words, with_columns};
 use super::functions::prefetch_bytes;
-use super::kernel::{ColumnBlock, Columns, Kernel, Pair, SimdTask, Vector};
-use super::panel::{BF16_PAIR, CODE_BLOCK, Format, PanelProduct};
-
-/// Rows of numbers of `BYTES` bytes: words as the kernel multiplies them, or f16.
-pub(crate) struct NumberRows<const BYTES: usize>;
-/// Rows of words, which are multiplied as they are.
-pub(crate) type Words = NumberRows<4>;
-/// Rows of f16, which are widened while they are loaded.
-pub(crate) type F16Rows = NumberRows<2>;
-
-impl<const BYTES: usize> Columns for NumberRows<BYTES> {
-    const BYTES: usize = BYTES;
-    const IS_WORDS: bool = BYTES == 4;
-    type Loaded<V: Vector> = V;
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> V {
-        // SAFETY: the panel has a vector of words, or of f16, from this column on.
-        unsafe { if Self::IS_WORDS { V::load(b.add(column)) } else { V::load_f16(b.cast::<u16>().add(column)) } }
-    }
-
-    #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut V) -> V {
-        *loaded
-    }
-}
-
-/// Pairs of bf16 of neighbouring steps.
-pub(crate) struct Bf16Pairs;
-
-impl Columns for Bf16Pairs {
-    const STEPS: usize = BF16_PAIR;
-    type Loaded<V: Vector> = Pair<V>;
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> Pair<V> {
-        // SAFETY: the panel has a vector of pairs from this column on.
-        unsafe { V::load_pairs(b.add(column)) }
-    }
-
-    #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut Pair<V>) -> V {
-        let first = loaded.low;
-        loaded.low = loaded.high;
-        first
-    }
-}
-
-/// Blocks of codes of 4 or 8 bits. A block has the scales of a panel in f16, its minimums in f16 if it has any, and
-/// then words of the codes of neighbouring steps, the first step in the highest bits.
-///
-/// With minimums, codes are unsigned, and a number is `code · scale + minimum`, rounded once. Without minimums, codes
-/// are in two's complement, and a number is `code · scale`. Both are the numbers that GGUF files define, to the bit.
-/// With unsigned codes and `code · scale - middle · scale` instead, an infinite scale would lead to NaN, and a negative
-/// scale would lose the sign of a zero.
-pub(crate) struct CodeBlocks<const BITS: u32, const HAS_MINIMUMS: bool>;
-
-/// The codes of a vector of columns, the next ones highest, with their scale and minimum.
-#[derive(Clone, Copy)]
-pub struct LoadedCodes<V> {
-    codes: V,
-    scale: V,
-    /// Read only where blocks have minimums.
-    minimum: V,
-}
-
-impl<const BITS: u32, const HAS_MINIMUMS: bool> Columns for CodeBlocks<BITS, HAS_MINIMUMS> {
-    const STEPS: usize = 32 / BITS as usize;
-    const BLOCK: usize = CODE_BLOCK;
-    type Loaded<V: Vector> = LoadedCodes<V>;
-
-    #[inline(always)]
-    fn numbers(block: &ColumnBlock) -> *const f32 {
-        block.at.cast::<u16>().wrapping_add(block.panel << u32::from(HAS_MINIMUMS)).cast()
-    }
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, block: &ColumnBlock, column: usize) -> LoadedCodes<V> {
-        let scales = block.at.cast::<u16>().wrapping_add(column);
-        // SAFETY: the block has a vector of f16 from this column on, and another one if it has minimums; the panel has
-        // a vector of words.
-        unsafe {
-            let codes = V::load(b.add(column));
-            let scale = V::load_f16(scales);
-            if HAS_MINIMUMS {
-                return LoadedCodes { codes, scale, minimum: V::load_f16(scales.add(block.panel)) };
-            }
-            // Signed codes are multiplied by 2^(32 - BITS). The powers of two change no digit of the product.
-            let scale = scale.mul(V::splat(1.0 / (1u32 << (32 - BITS)) as f32));
-            LoadedCodes { codes, scale, minimum: scale }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut LoadedCodes<V>) -> V {
-        // SAFETY: the processor has the instruction set of V.
-        unsafe {
-            if HAS_MINIMUMS {
-                let code = loaded.codes.take_bits::<BITS, false>();
-                loaded.codes = code.rest;
-                return code.number.mul_add(loaded.scale, loaded.minimum);
-            }
-            let code = loaded.codes.take_bits::<BITS, true>();
-            loaded.codes = code.rest;
-            code.number.mul(loaded.scale)
-        }
-    }
-}
+use super::kernel::{ColumnBlock, Columns, Kernel, SimdTask, Vector};
+use super::panel::PanelProduct;
 
 /// The distance in bytes at which columns that are narrower than words are prefetched; 4 to 12 KB are equally fast. The
 /// processor's own prefetching falls behind them. Compared with no prefetching, on a Zen 5, one row times a weight of
@@ -126,16 +21,25 @@ const PREFETCH_BYTES: usize = 6 << 10;
 pub(crate) unsafe fn multiply<K: Kernel>(product: &PanelProduct) {
     // SAFETY: as this function's contract.
     unsafe {
-        match product.format {
-            _ if const { K::IS_BF16 } => run::<K, Words>(product),
-            Format::F32 => run::<K, Words>(product),
-            Format::BF16 => run::<K, Bf16Pairs>(product),
-            Format::F16 => run::<K, F16Rows>(product),
-            Format::Codes { bits: 4, has_minimums: false } => run::<K, CodeBlocks<4, false>>(product),
-            Format::Codes { bits: 4, has_minimums: true } => run::<K, CodeBlocks<4, true>>(product),
-            Format::Codes { has_minimums: false, .. } => run::<K, CodeBlocks<8, false>>(product),
-            Format::Codes { has_minimums: true, .. } => run::<K, CodeBlocks<8, true>>(product),
+        if const { K::IS_BF16 } {
+            run::<K, Words>(product);
+        } else {
+            with_columns(product.format, MultiplyFormat::<K> { product, kernel: PhantomData });
         }
+    }
+}
+
+/// A product that waits for the format of its right operand.
+struct MultiplyFormat<'a, K> {
+    product: &'a PanelProduct,
+    kernel: PhantomData<K>,
+}
+
+impl<K: Kernel> WithColumns for MultiplyFormat<'_, K> {
+    #[inline(always)]
+    unsafe fn run<B: Columns>(self) {
+        // SAFETY: the product is valid for the kernel, by the contract of `multiply`.
+        unsafe { run::<K, B>(self.product) }
     }
 }
 
@@ -182,25 +86,32 @@ unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
         }
         let mut b = product.b;
         for _ in 0..product.depth / B::BLOCK {
-            let block = ColumnBlock { at: b, panel: K::PANEL };
+            let block = ColumnBlock { at: b, panel: K::PANEL, format: product.format };
+            let group = B::group(&block);
             b = B::numbers(&block);
-            for _ in 0..B::BLOCK / B::STEPS {
-                if const { !B::IS_WORDS } {
-                    prefetch_bytes::<K::Vector>(b.cast::<u8>().wrapping_add(PREFETCH_BYTES), B::BYTES * K::PANEL);
+            for group_index in 0..B::BLOCK / group {
+                let mut scales = [B::scales(&block, group_index, 0); N];
+                for (n, vector) in scales.iter_mut().enumerate().skip(1) {
+                    *vector = B::scales(&block, group_index, n * K::Vector::LANES);
                 }
-                let mut loaded = [B::load(b, &block, 0); N];
-                for (n, vector) in loaded.iter_mut().enumerate().skip(1) {
-                    *vector = B::load(b, &block, n * K::Vector::LANES);
-                }
-                for _ in 0..B::STEPS {
-                    let mut columns = [K::Vector::splat(0.0); N];
-                    for (column, steps) in columns.iter_mut().zip(loaded.iter_mut()) {
-                        *column = B::take(steps);
+                for _ in 0..group / B::STEPS {
+                    if const { !B::IS_WORDS } {
+                        prefetch_bytes::<K::Vector>(b.cast::<u8>().wrapping_add(PREFETCH_BYTES), B::BYTES * K::PANEL);
                     }
-                    add_products::<K>(sums.as_flattened_mut(), a, product.a.row, &columns);
-                    a = a.wrapping_add(product.a.step);
+                    let mut loaded = [B::load(b, 0); N];
+                    for (n, vector) in loaded.iter_mut().enumerate().skip(1) {
+                        *vector = B::load(b, n * K::Vector::LANES);
+                    }
+                    for _ in 0..B::STEPS {
+                        let mut columns = [K::Vector::splat(0.0); N];
+                        for ((column, steps), scales) in columns.iter_mut().zip(&mut loaded).zip(&scales) {
+                            *column = B::take(steps, scales);
+                        }
+                        add_products::<K>(sums.as_flattened_mut(), a, product.a.row, &columns);
+                        a = a.wrapping_add(product.a.step);
+                    }
+                    b = b.wrapping_byte_add(B::BYTES * K::PANEL);
                 }
-                b = b.wrapping_byte_add(B::BYTES * K::PANEL);
             }
         }
     }

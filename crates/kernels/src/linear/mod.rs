@@ -17,6 +17,7 @@
 //! call: a block of a panel is then copied for the rows of one task. The gradient of the inputs reads a transposed
 //! weight ([`Right::Transposed`]), and the gradient of the weight reads both of its operands transposed.
 
+mod codes;
 mod epilogue;
 mod matrix;
 mod operands;
@@ -27,11 +28,11 @@ mod task;
 mod tests;
 mod weight;
 
-pub use crate::cpu::CODE_BLOCK;
+pub use crate::cpu::{CODE_BLOCK, NESTED_BLOCK};
+pub use codes::{Codes, NestedScales, Scales};
 pub use epilogue::{Activation, Epilogue, Up};
 pub use matrix::Matrix;
 pub use operands::Right;
-pub use pack::Codes;
 pub use product::Product;
 pub use weight::{PackedWeight, WeightShape};
 

@@ -1,13 +1,9 @@
-//! Packing of weights into panels: of rows of elements, and of codes of 4 and 8 bits.
-
-use std::ops::Range;
-
-use half::f16;
+//! Packing of weights into panels, and of rows of elements.
 
 use super::matrix::{Matrix, Square};
 use super::weight::{PackedWeight, WeightShape};
 use crate::cpu::{
-    CODE_BLOCK, Format, InstructionSet, Kernel, Scratch, SharedPtr, SimdTask, Vector, WorkSize, Workers, dispatch_f32,
+    Format, InstructionSet, Kernel, Scratch, SharedPtr, SimdTask, Vector, WorkSize, Workers, dispatch_f32,
     for_each_index, kernel_layout,
 };
 use crate::error::{Error, check_instruction_set, check_len};
@@ -45,7 +41,7 @@ impl PackedWeight {
     ///
     /// # Safety
     /// `write` writes all words of a panel.
-    unsafe fn filled_by(
+    pub(super) unsafe fn filled_by(
         format: Format,
         shape: WeightShape,
         instruction_set: InstructionSet,
@@ -124,115 +120,6 @@ impl<E: Number> SimdTask for PackPanel<'_, E> {
                             }
                         }
                     }
-                }
-            }
-        }
-    }
-}
-
-/// A weight (out, in) whose numbers are `code · scale + minimum`, or `(code - 2^(bits - 1)) · scale` without minimums,
-/// with a scale and a minimum for each [`CODE_BLOCK`] inputs of an output. Products with it have the bits of products
-/// with these numbers in f32, for any scales and minimums: zeros of either sign, subnormal, infinite and NaN.
-///
-/// ```
-/// use candle_attention_kernels::{InstructionSet, linear::{Codes, PackedWeight, WeightShape}};
-/// use half::f16;
-///
-/// // One output of 32 inputs, each of which is (code - 8) / 2.
-/// let codes: Vec<u8> = (0..32).map(|input| input % 16).collect();
-/// let codes = Codes { bits: 4, codes: &codes, scales: &[f16::from_f32(0.5)], minimums: None };
-/// let shape = WeightShape { outputs: 1, inputs: 32 };
-/// let weight = PackedWeight::from_codes(&codes, shape, InstructionSet::Scalar)?;
-/// assert_eq!(weight.unpack::<f32>()?[..3], [-4.0, -3.5, -3.0]);
-/// // A panel of the scalar instruction set has 16 outputs, and memory comes in lines of 64 bytes.
-/// assert_eq!(weight.memory(), (16usize * (2 + 16)).next_multiple_of(64));
-/// # Ok::<(), candle_attention_kernels::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug)]
-pub struct Codes<'a> {
-    /// The bits of a code in the packed weight, 4 or 8.
-    pub bits: usize,
-    /// The codes, (out, in), each below 2^bits.
-    pub codes: &'a [u8],
-    /// The scale of each block, (out, in / [`CODE_BLOCK`]).
-    pub scales: &'a [f16],
-    /// The minimum of each block, (out, in / [`CODE_BLOCK`]), or `None` for codes on both sides of zero.
-    pub minimums: Option<&'a [f16]>,
-}
-
-impl PackedWeight {
-    /// Packs a weight of codes for products on an instruction set. The weight takes `bits / 8` bytes for each number,
-    /// and 2 bytes for each scale and each minimum.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] for bits that are neither 4 nor 8, inputs that are not whole blocks, slices that do not have
-    /// the lengths of the shape, and a code that exceeds its bits; [`Error::InstructionSet`] and [`Error::Memory`] as
-    /// [`new`](Self::new).
-    pub fn from_codes(codes: &Codes, shape: WeightShape, instruction_set: InstructionSet) -> Result<Self, Error> {
-        codes.check(shape)?;
-        let WeightShape { outputs, inputs } = shape;
-        let format = Format::Codes { bits: codes.bits, has_minimums: codes.minimums.is_some() };
-        // SAFETY: a task clears its whole panel first.
-        unsafe {
-            Self::filled_by(format, shape, instruction_set, &|&Self { panel, .. }, index, to| {
-                let halves = format.bytes(inputs) * panel / size_of::<u16>();
-                to.cast::<u16>().write_bytes(0, halves);
-                let panel_halves = std::slice::from_raw_parts_mut(to.cast(), halves);
-                codes.pack_panel(panel_halves, index * panel..outputs.min((index + 1) * panel), inputs, panel);
-            })
-        }
-    }
-}
-
-impl Codes<'_> {
-    /// Checks the bits, the lengths of the slices and the codes.
-    fn check(&self, shape: WeightShape) -> Result<(), Error> {
-        let &Self { bits, codes, scales, minimums } = self;
-        let inputs = shape.inputs;
-        if bits != 4 && bits != 8 {
-            return Err(Error::Shape(format!("expected codes of 4 or 8 bits, found {bits}")));
-        }
-        if !inputs.is_multiple_of(CODE_BLOCK) {
-            return Err(Error::Shape(format!("expected inputs in blocks of {CODE_BLOCK}, found {inputs}")));
-        }
-        let count = shape.count()?;
-        check_len("codes", codes.len(), count)?;
-        check_len("scales", scales.len(), count / CODE_BLOCK)?;
-        if let Some(minimums) = minimums {
-            check_len("minimums", minimums.len(), count / CODE_BLOCK)?;
-        }
-        let largest = codes.iter().max().copied().unwrap_or(0);
-        if bits < 8 && largest >> bits > 0 {
-            return Err(Error::Shape(format!("expected codes of {bits} bits, found {largest}")));
-        }
-        Ok(())
-    }
-
-    /// Writes some outputs to their panel, which is zeros before.
-    fn pack_panel(&self, to: &mut [u16], outputs: Range<usize>, inputs: usize, panel: usize) {
-        const WORD_HALVES: usize = 2;
-        let &Self { bits, codes, scales, minimums } = self;
-        let blocks = inputs / CODE_BLOCK;
-        let block_len = to.len() / blocks;
-        let half_codes = 16 / bits;
-        // Codes on both sides of zero become numbers in two's complement.
-        let sign = if minimums.is_some() { 0 } else { 1 << (bits - 1) };
-        for (column, output) in outputs.enumerate() {
-            for block in 0..blocks {
-                let block_to = &mut to[block * block_len..][..block_len];
-                block_to[column] = scales[output * blocks + block].to_bits();
-                let mut numbers = panel;
-                if let Some(minimums) = minimums {
-                    block_to[panel + column] = minimums[output * blocks + block].to_bits();
-                    numbers += panel;
-                }
-                let block_codes = &codes[output * inputs + block * CODE_BLOCK..][..CODE_BLOCK];
-                for (at, codes_of_half) in block_codes.chunks_exact(half_codes).enumerate() {
-                    // The first code is the highest of the word, and so in its second half.
-                    let word = at / WORD_HALVES;
-                    let half = 1 - at % WORD_HALVES;
-                    let packed = codes_of_half.iter().fold(0, |packed, &code| packed << bits | u16::from(code ^ sign));
-                    block_to[numbers + (word * panel + column) * WORD_HALVES + half] = packed;
                 }
             }
         }

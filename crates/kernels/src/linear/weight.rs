@@ -1,14 +1,15 @@
 //! A weight in the order in which products read it.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use half::f16;
 
 use super::matrix::Square;
 use crate::cpu::{
-    Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, Format, InstructionSet, Kernel, PanelProduct, Scratch,
-    SharedPtr, SimdTask, Vector, Words, WorkSize, Workers, for_each_index, multiply,
+    CodeFormat, ColumnBlock, Columns, Format, InstructionSet, Kernel, NESTED_BLOCK, PanelProduct, ScaleFormat, Scratch,
+    SharedPtr, SimdTask, Vector, WithColumns, WorkSize, Workers, for_each_index, multiply, with_columns,
 };
 use crate::error::Error;
 use crate::number::Number;
@@ -175,9 +176,7 @@ impl PackedWeight {
             // SAFETY: the step's numbers lie within the panel, by this method's contract.
             unsafe {
                 match self.format {
-                    Format::Codes { bits, has_minimums } => {
-                        self.unpack_codes(at, column, CodeFormat { bits, has_minimums }, numbers);
-                    }
+                    Format::Codes(format) => self.unpack_codes(at, column, format, numbers),
                     Format::F32 | Format::BF16 | Format::F16 => {
                         let stored = at.cast::<E>().add(column * step);
                         for (n, number) in numbers.iter_mut().enumerate() {
@@ -194,38 +193,64 @@ impl PackedWeight {
     /// # Safety
     /// The block belongs to the weight.
     unsafe fn unpack_codes<E: Number>(&self, block: *const f32, column: usize, format: CodeFormat, numbers: &mut [E]) {
-        let CodeFormat { bits, has_minimums } = format;
-        // SAFETY: the scales, the minimums and the words of codes lie within the block.
+        let CodeFormat { bits, has_minimums, .. } = format;
+        // SAFETY: the scales and the words of codes lie within the block.
         unsafe {
-            let scales = block.cast::<f16>();
-            let scale = (*scales.add(column)).to_f32();
-            let minimum = has_minimums.then(|| (*scales.add(self.panel + column)).to_f32());
-            let factors = if has_minimums { 2 } else { 1 };
-            let words = scales.add(factors * self.panel).cast::<u32>();
-            for (at, number) in numbers.iter_mut().enumerate() {
-                // The code is the highest bits of the word.
-                let word = *words.add(at * bits / 32 * self.panel + column) << (at * bits % 32);
-                *number = E::from_f32(match minimum {
-                    // The product is exact.
-                    Some(minimum) => (word >> (32 - bits)) as f32 * scale + minimum,
-                    None => (word.cast_signed() >> (32 - bits)) as f32 * scale,
-                });
+            let words = block.byte_add(format.bytes_before_codes() * self.panel).cast::<u32>();
+            for (group, group_numbers) in numbers.chunks_mut(format.group()).enumerate() {
+                let CodeScale { scale, minimum } = self.code_scale(block, column, format, group);
+                for (n, number) in group_numbers.iter_mut().enumerate() {
+                    let at = group * format.group() + n;
+                    // The code is the highest bits of the word.
+                    let word = *words.add(at * bits / 32 * self.panel + column) << (at * bits % 32);
+                    *number = E::from_f32(match has_minimums {
+                        // The product is exact.
+                        true => (word >> (32 - bits)) as f32 * scale + minimum,
+                        false => (word.cast_signed() >> (32 - bits)) as f32 * scale,
+                    });
+                }
             }
         }
     }
+
+    /// Returns the scale of a group of codes of a column of a block, whose first word is at `block`.
+    ///
+    /// # Safety
+    /// The block belongs to the weight.
+    unsafe fn code_scale(&self, block: *const f32, column: usize, format: CodeFormat, group: usize) -> CodeScale {
+        let halves = block.cast::<f16>();
+        let kinds = if format.has_minimums { 2 } else { 1 };
+        // Read only where there are minimums.
+        let at_minimum = (kinds - 1) * self.panel + column;
+        // SAFETY: the scales lie within the block.
+        unsafe {
+            let factor = (*halves.add(column)).to_f32();
+            let minimum_factor = (*halves.add(at_minimum)).to_f32();
+            let ScaleFormat::Nested { group: group_len } = format.scales else {
+                return CodeScale { scale: factor, minimum: minimum_factor };
+            };
+            let bytes = halves.add(kinds * self.panel).cast::<u8>();
+            let at = group * self.panel + column;
+            let scale = f32::from(*bytes.add(at));
+            if !format.has_minimums {
+                return CodeScale { scale: factor * (scale - 128.0), minimum: 0.0 };
+            }
+            let minimum = f32::from(*bytes.add(NESTED_BLOCK / group_len * self.panel + at));
+            CodeScale { scale: factor * scale, minimum: minimum_factor * minimum }
+        }
+    }
+}
+
+/// The scale of a group of codes, and their minimum if they have one.
+struct CodeScale {
+    scale: f32,
+    minimum: f32,
 }
 
 /// A square of f32 in memory, whose rows are `stride` words apart.
 pub(super) struct SquareRows {
     pub at: *const f32,
     pub stride: usize,
-}
-
-/// The fields of [`Format::Codes`].
-#[derive(Clone, Copy)]
-struct CodeFormat {
-    bits: usize,
-    has_minimums: bool,
 }
 
 /// A task that copies some inputs of some columns of a panel as f32. It does not depend on the type of the other
@@ -248,44 +273,43 @@ impl SimdTask for Widen<'_> {
     unsafe fn run<K: Kernel>(self) {
         // SAFETY: the processor has the instruction set of K, and the fields have the sizes that they document.
         unsafe {
-            match self.weight.format {
-                Format::F32 => self.widen::<K::Vector, Words>(),
-                Format::BF16 => self.widen::<K::Vector, Bf16Pairs>(),
-                Format::F16 => self.widen::<K::Vector, F16Rows>(),
-                Format::Codes { bits: 4, has_minimums: false } => self.widen::<K::Vector, CodeBlocks<4, false>>(),
-                Format::Codes { bits: 4, has_minimums: true } => self.widen::<K::Vector, CodeBlocks<4, true>>(),
-                Format::Codes { has_minimums: false, .. } => self.widen::<K::Vector, CodeBlocks<8, false>>(),
-                Format::Codes { has_minimums: true, .. } => self.widen::<K::Vector, CodeBlocks<8, true>>(),
-            }
+            with_columns(self.weight.format, WidenFormat::<K::Vector> { widen: self, vector: PhantomData });
         }
     }
 }
 
-impl Widen<'_> {
-    /// Copies numbers that are stored in the format B.
-    ///
-    /// # Safety
-    /// As [`SimdTask::run`]; the weight is stored in the format B.
+/// A copy that waits for the format of the weight.
+struct WidenFormat<'a, V> {
+    widen: Widen<'a>,
+    vector: PhantomData<V>,
+}
+
+impl<V: Vector> WithColumns for WidenFormat<'_, V> {
     #[inline(always)]
-    unsafe fn widen<V: Vector, B: Columns>(self) {
-        let Self { weight, panel, columns, inputs, .. } = self;
+    unsafe fn run<B: Columns>(self) {
+        let Widen { weight, panel, columns, inputs, to, stride } = self.widen;
         for first in (inputs.start / B::BLOCK * B::BLOCK..inputs.end).step_by(B::BLOCK) {
-            let block = ColumnBlock { at: weight.at(panel, first), panel: weight.panel };
+            let block = ColumnBlock { at: weight.at(panel, first), panel: weight.panel, format: weight.format };
+            let group = B::group(&block);
             for column in columns.clone().step_by(V::LANES) {
-                let column_to = self.to.wrapping_add(column - columns.start);
+                let column_to = to.wrapping_add(column - columns.start);
                 let mut words = B::numbers(&block);
-                for step in (first..first + B::BLOCK).step_by(B::STEPS) {
-                    // SAFETY: as this method's contract; the block lies within the panel.
+                for group_index in 0..B::BLOCK / group {
+                    let group_start = first + group_index * group;
+                    // SAFETY: the fields have the sizes that they document, and the block lies within the panel.
                     unsafe {
-                        let mut loaded = B::load::<V>(words, &block, column);
-                        for input in step..step + B::STEPS {
-                            let numbers = B::take(&mut loaded);
-                            if inputs.contains(&input) {
-                                numbers.store(column_to.add((input - inputs.start) * self.stride));
+                        let scales = B::scales::<V>(&block, group_index, column);
+                        for step in (group_start..group_start + group).step_by(B::STEPS) {
+                            let mut loaded = B::load::<V>(words, column);
+                            for input in step..step + B::STEPS {
+                                let numbers = B::take(&mut loaded, &scales);
+                                if inputs.contains(&input) {
+                                    numbers.store(column_to.add((input - inputs.start) * stride));
+                                }
                             }
+                            words = words.wrapping_byte_add(B::BYTES * weight.panel);
                         }
                     }
-                    words = words.wrapping_byte_add(B::BYTES * weight.panel);
                 }
             }
         }
@@ -295,7 +319,7 @@ impl Widen<'_> {
 /// Unpacks the rows of some outputs, as [`PackedWeight::unpack_rows`] says. It is compiled once for each element.
 pub(super) fn unpack_rows<E: Number>(weight: &PackedWeight, outputs: &[usize]) -> Result<Vec<E>, Error> {
     let &PackedWeight { inputs, format, .. } = weight;
-    let unpacked = if let Format::Codes { .. } = format { Format::F32 } else { format };
+    let unpacked = if let Format::Codes(_) = format { Format::F32 } else { format };
     if E::FORMAT != unpacked {
         return Err(Error::Shape(format!("expected a weight of {:?}, found {format:?}", E::FORMAT)));
     }

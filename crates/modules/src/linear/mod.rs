@@ -4,6 +4,7 @@ mod backend;
 mod cuda;
 mod forward;
 mod gated;
+mod k_quants;
 mod matrix;
 mod product;
 mod projections;
@@ -34,8 +35,7 @@ const OP: &str = "packed_linear";
 ///
 /// On a CPU, for f32, bf16 and f16, the weight is packed once, in its own dtype. Products are summed in f32, the bias
 /// is added to the sum, and the output is rounded once. The bits of an output depend on its own row of the input alone,
-/// not on the other rows of the batch or the number of threads; K-quants of GGUF files are the exception, see
-/// [`from_qtensor`](Self::from_qtensor). The speed of one row is bound by the memory bandwidth,
+/// not on the other rows of the batch or the number of threads. The speed of one row is bound by the memory bandwidth,
 /// the speed of many rows by the multiply-adds of the processor.
 ///
 /// A weight or bias that is tracked for gradients (a variable, or a tensor computed from variables) is not packed,

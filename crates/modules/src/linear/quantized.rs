@@ -6,20 +6,22 @@ use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Result, Tensor, bail};
 use half::f16;
 
+use super::k_quants::KQuantCodes;
 use super::product::{choose_instruction_set, kernel_error, pack};
 use super::{OP, PackedLinear, Weight};
 use crate::base::{Dim, Expect, check_memory};
-use candle_attention_kernels::linear::{CODE_BLOCK, Codes, PackedWeight, WeightShape};
+use candle_attention_kernels::linear::{CODE_BLOCK, Codes, PackedWeight, Scales, WeightShape};
 
 impl PackedLinear {
     /// Packs `weight` (out, in) in any type of GGUF files, with `bias` (out,) in f32, for inputs in f32.
     ///
-    /// On a CPU Q8_0, Q5_0 and Q5_1 are stored in 8 bits per number and Q4_0 and Q4_1 in 4, with the scales and
-    /// minimums of blocks of 32 numbers, 16 bits each: 1.06 to 1.13 bytes per number, and 0.56 or 0.63. They are
-    /// multiplied in f32, with the bits of [`new`](Self::new) for the dequantised numbers. F32, F16 and BF16 are packed
-    /// as they are. K-quants are multiplied by Candle's [`QMatMul`], which rounds inputs to 8 bits, and whose kernel
-    /// depends on the number of rows, so that the bits of an output may too. On other devices all but K-quants are
-    /// dequantised.
+    /// On a CPU, Q8_0, Q5_0, Q5_1, Q5_K and Q6_K are stored in 8 bits per number, Q4_0, Q4_1, Q2_K, Q3_K and Q4_K in 4,
+    /// with their scales and minimums: 1.06 to 1.19 bytes per number, and 0.56 to 0.69. They are multiplied in f32,
+    /// with the bits of [`new`](Self::new) for the dequantised numbers. F32, F16 and BF16 are packed as they are, and
+    /// Q8_K is packed in f32.
+    ///
+    /// On other devices, and with a bias that is tracked for gradients, K-quants are multiplied by Candle's
+    /// [`QMatMul`], which rounds inputs to 8 bits on a CPU, and other types are dequantised.
     ///
     /// ```
     /// use candle_attention::PackedLinear;
@@ -51,17 +53,18 @@ impl PackedLinear {
         let shape = WeightShape { outputs, inputs };
         let build = |own, dtype| Self::from_checked(own, bias, shape, dtype, &device);
         let dtype = match weight.dtype() {
-            GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
-                let shared = Arc::new(weight);
-                let matmul = QMatMul::from_arc(shared.clone())?;
-                return build(Weight::Quantized { weight: shared, matmul }, DType::F32);
-            }
             GgmlDType::F16 => DType::F16,
             GgmlDType::BF16 => DType::BF16,
             _ => DType::F32,
         };
+        let is_packed = device.is_cpu() && !bias.is_some_and(Tensor::track_op);
+        if !is_packed && is_k_quant(weight.dtype()) {
+            let shared = Arc::new(weight);
+            let matmul = QMatMul::from_arc(shared.clone())?;
+            return build(Weight::Quantized { weight: shared, matmul }, DType::F32);
+        }
         check_memory(OP, format_args!("a weight of shape {:?}", (outputs, inputs)), &[outputs, inputs])?;
-        if !device.is_cpu() || bias.is_some_and(Tensor::track_op) {
+        if !is_packed {
             return build(Weight::Plain(weight.dequantize(&device)?), DType::F32);
         }
         let packed = match pack_blocks(&weight)? {
@@ -70,6 +73,11 @@ impl PackedLinear {
         };
         build(Weight::Packed(packed.into()), dtype)
     }
+}
+
+fn is_k_quant(dtype: GgmlDType) -> bool {
+    use GgmlDType::{Q2K, Q3K, Q4K, Q5K, Q6K, Q8K};
+    matches!(dtype, Q2K | Q3K | Q4K | Q5K | Q6K | Q8K)
 }
 
 /// The format of a quantised type whose blocks have 32 numbers. A block is a scale and perhaps a minimum, 16 bits each,
@@ -127,6 +135,9 @@ fn nibble(bytes: &[u8], n: usize) -> u8 {
 
 /// Packs a quantised weight in its own type; `None` for types that are not packed.
 fn pack_blocks(weight: &QTensor) -> Result<Option<PackedWeight>> {
+    if let Some(codes) = KQuantCodes::read(weight.dtype(), &weight.data()?) {
+        return pack_codes(&codes.as_codes(), weight).map(Some);
+    }
     let Some(format) = BlockFormat::new(weight.dtype()) else { return Ok(None) };
     let mut codes = Vec::new();
     let mut scales = Vec::new();
@@ -138,14 +149,14 @@ fn pack_blocks(weight: &QTensor) -> Result<Option<PackedWeight>> {
         }
         format.unpack(&block[format.factor_bytes()..], &mut codes);
     }
-    let packed_codes = Codes {
-        bits: if format.bits == 4 { 4 } else { 8 },
-        codes: &codes,
-        scales: &scales,
-        minimums: format.has_minimums.then_some(minimums.as_slice()),
-    };
+    let minimums = format.has_minimums.then_some(minimums.as_slice());
+    let bits = if format.bits == 4 { 4 } else { 8 };
+    let packed_codes = Codes { bits, codes: &codes, scales: Scales::F16 { scales: &scales, minimums } };
+    pack_codes(&packed_codes, weight).map(Some)
+}
+
+fn pack_codes(codes: &Codes, weight: &QTensor) -> Result<PackedWeight> {
     let instruction_set = choose_instruction_set(None, DType::F32)?;
     let (outputs, inputs) = weight.shape().dims2()?;
-    let packed = PackedWeight::from_codes(&packed_codes, WeightShape { outputs, inputs }, instruction_set);
-    Ok(Some(packed.map_err(kernel_error)?))
+    PackedWeight::from_codes(codes, WeightShape { outputs, inputs }, instruction_set).map_err(kernel_error)
 }

@@ -5,13 +5,21 @@ use half::{bf16, f16};
 use super::{rows_of, weight_shape};
 use crate::cpu::InstructionSet;
 use crate::error::Error;
-use crate::linear::{CODE_BLOCK, Codes, Epilogue, Matrix, PackedWeight, Product, Right, Up, multiply, multiply_vec};
+use crate::linear::{
+    CODE_BLOCK, Codes, Epilogue, Matrix, NestedScales, PackedWeight, Product, Right, Scales, Up, multiply, multiply_vec,
+};
 
 #[test]
 fn packed_codes_with_wrong_sizes_are_errors() {
     let all = [15u8; 64];
     let scales = [f16::ONE; 2];
-    let good = Codes { bits: 4, codes: &all, scales: &scales, minimums: Some(&scales) };
+    let with = |scales, minimums| Codes { bits: 4, codes: &all, scales: Scales::F16 { scales, minimums } };
+    let good = with(&scales, Some(&scales));
+    let nested = |group, numbers, minimums: Option<NestedScales<'static>>| Codes {
+        scales: Scales::Nested { group, scales: NestedScales { factors: &[f16::ONE], numbers }, minimums },
+        ..good
+    };
+    let minimums = NestedScales { factors: &[f16::ONE], numbers: &[1; 2] };
     let pack = |codes: Codes, shape| PackedWeight::from_codes(&codes, shape, InstructionSet::Scalar);
     let packed = pack(good, weight_shape(2, 32)).expect("a good call");
     let mut large = all;
@@ -20,8 +28,17 @@ fn packed_codes_with_wrong_sizes_are_errors() {
         (Codes { bits: 5, ..good }, weight_shape(2, 32), "expected codes of 4 or 8 bits, found 5"),
         (good, weight_shape(4, 16), "expected inputs in blocks of 32, found 16"),
         (good, weight_shape(1, 32), "codes has 64 elements, expected 32"),
-        (Codes { scales: &scales[..1], ..good }, weight_shape(2, 32), "scales has 1 elements, expected 2"),
-        (Codes { minimums: Some(&[]), ..good }, weight_shape(2, 32), "minimums has 0 elements, expected 2"),
+        (with(&scales[..1], None), weight_shape(2, 32), "scales has 1 elements, expected 2"),
+        (with(&scales, Some(&[])), weight_shape(2, 32), "minimums has 0 elements, expected 2"),
+        (nested(8, &[1; 8], None), weight_shape(1, 64), "expected groups of 16 or 32 codes, found 8"),
+        (nested(16, &[1; 4], None), weight_shape(2, 32), "expected inputs in blocks of 64, found 32"),
+        (nested(16, &[1; 2], None), weight_shape(1, 64), "scales has 2 elements, expected 4"),
+        (nested(16, &[1; 4], Some(minimums)), weight_shape(1, 64), "minimums has 2 elements, expected 4"),
+        (
+            nested(32, &[1, 64], Some(minimums)),
+            weight_shape(1, 64),
+            "with minimums, expected codes up to 127 and scales up to 63, found 15 and 64",
+        ),
         (Codes { codes: &large, ..good }, weight_shape(2, 32), "expected codes of 4 bits, found 16"),
         (
             good,
@@ -131,7 +148,8 @@ fn linear_sizes_of_any_magnitude_are_computed_or_errors() {
         for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
             let shape = weight_shape(outputs, inputs);
             let scales = &halves[..count / CODE_BLOCK];
-            let codes = |bits, minimums| Codes { bits, codes: &code[..count], scales, minimums };
+            let codes =
+                |bits, minimums| Codes { bits, codes: &code[..count], scales: Scales::F16 { scales, minimums } };
             for packed in [
                 PackedWeight::new(&data[..count], shape, instruction_set),
                 PackedWeight::new(&halves[..count], shape, instruction_set),

@@ -7,7 +7,7 @@ use super::{numbers, rows_of};
 use crate::Element;
 use crate::cpu::InstructionSet;
 use crate::error::Error;
-use crate::linear::{Codes, Epilogue, Matrix, PackedWeight, Product, Right, multiply_vec};
+use crate::linear::{Codes, Epilogue, Matrix, PackedWeight, Product, Right, Scales, multiply_vec};
 
 fn instruction_sets() -> Vec<InstructionSet> {
     // Interpreted, a product takes seconds.
@@ -184,7 +184,7 @@ fn packed_codes_gradient_matches_f32_weight() {
         for (bits, has_minimums) in [(4, false), (4, true), (8, false), (8, true)] {
             let all_codes: Vec<u8> = (0..outputs * inputs).map(|n| (n * 7 % (1 << bits)) as u8).collect();
             let minimums = has_minimums.then_some(&minimums[..]);
-            let codes = Codes { bits, codes: &all_codes, scales: &scales, minimums };
+            let codes = Codes { bits, codes: &all_codes, scales: Scales::F16 { scales: &scales, minimums } };
             let packed =
                 PackedWeight::from_codes(&codes, weight_shape(outputs, inputs), instruction_set).expect("memory");
             let weight = packed.unpack::<f32>().expect("memory");
