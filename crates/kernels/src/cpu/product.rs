@@ -104,8 +104,8 @@ unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
                     }
                     for _ in 0..B::STEPS {
                         let mut columns = [K::Vector::splat(0.0); N];
-                        for ((column, steps), scales) in columns.iter_mut().zip(&mut loaded).zip(&scales) {
-                            *column = B::take(steps, scales);
+                        for ((column, steps), own) in columns.iter_mut().zip(&mut loaded).zip(&scales) {
+                            *column = B::take(steps, own);
                         }
                         add_products::<K>(sums.as_flattened_mut(), a, product.a.row, &columns);
                         a = a.wrapping_add(product.a.step);

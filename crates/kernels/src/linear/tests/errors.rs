@@ -12,9 +12,9 @@ use crate::linear::{
 #[test]
 fn packed_codes_with_wrong_sizes_are_errors() {
     let all = [15u8; 64];
-    let scales = [f16::ONE; 2];
+    let ones = [f16::ONE; 2];
     let with = |scales, minimums| Codes { bits: 4, codes: &all, scales: Scales::F16 { scales, minimums } };
-    let good = with(&scales, Some(&scales));
+    let good = with(&ones, Some(&ones));
     let nested = |group, numbers, minimums: Option<NestedScales<'static>>| Codes {
         scales: Scales::Nested { group, scales: NestedScales { factors: &[f16::ONE], numbers }, minimums },
         ..good
@@ -28,8 +28,8 @@ fn packed_codes_with_wrong_sizes_are_errors() {
         (Codes { bits: 5, ..good }, weight_shape(2, 32), "expected codes of 4 or 8 bits, found 5"),
         (good, weight_shape(4, 16), "expected inputs in blocks of 32, found 16"),
         (good, weight_shape(1, 32), "codes has 64 elements, expected 32"),
-        (with(&scales[..1], None), weight_shape(2, 32), "scales has 1 elements, expected 2"),
-        (with(&scales, Some(&[])), weight_shape(2, 32), "minimums has 0 elements, expected 2"),
+        (with(&ones[..1], None), weight_shape(2, 32), "scales has 1 elements, expected 2"),
+        (with(&ones, Some(&[])), weight_shape(2, 32), "minimums has 0 elements, expected 2"),
         (nested(8, &[1; 8], None), weight_shape(1, 64), "expected groups of 16 or 32 codes, found 8"),
         (nested(16, &[1; 4], None), weight_shape(2, 32), "expected inputs in blocks of 64, found 32"),
         (nested(16, &[1; 2], None), weight_shape(1, 64), "scales has 2 elements, expected 4"),
