@@ -12,9 +12,9 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use crate::failure::warn_once;
 use crate::hash::Fnv;
 use crate::private_files::{FileProblem, check_folder, create_folder, read_file};
+use crate::warnings::warn_once;
 
 /// The environment variable that names the folder. An empty value turns the cache off.
 const VARIABLE: &str = "CANDLE_ATTENTION_CACHE";

@@ -1,7 +1,6 @@
 //! Failures to get the compiler or a compiled program, and the time at which another try is made.
 
-use std::collections::HashSet;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::unsupported::Unsupported;
@@ -94,17 +93,6 @@ fn is_kept(failure: &Failure, at: Instant, now: Instant) -> bool {
     failure.is_lasting || now.saturating_duration_since(at) < PAUSE
 }
 
-/// Logs a warning, unless the process has logged the same text before. Returns whether it did.
-pub(crate) fn warn_once(text: &str) -> bool {
-    static LOGGED: OnceLock<Mutex<HashSet<String>>> = OnceLock::new();
-    let mut logged = LOGGED.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
-    let is_new = logged.insert(text.into());
-    if is_new {
-        log::warn!("{text}");
-    }
-    is_new
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -143,12 +131,5 @@ mod tests {
         assert_eq!(attempt.get_or_make_at(start + PAUSE, || Ok(7)), Ok(7));
         assert_eq!(attempt.get_or_make_at(start, || Err(Failure::lasting("not called"))), Ok(7));
         assert_eq!(attempt.known_failure(), None);
-    }
-
-    #[test]
-    fn equal_warnings_are_logged_once() {
-        assert!(warn_once("the test's own warning"));
-        assert!(!warn_once("the test's own warning"));
-        assert!(warn_once("another warning of the test"));
     }
 }

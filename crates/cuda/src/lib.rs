@@ -29,6 +29,7 @@ mod source_sizes;
 mod specialization;
 mod tiles;
 mod unsupported;
+mod warnings;
 
 pub use attention::{
     AttentionCall, BackwardInputs, BackwardKernel, Dropout, DropoutSeed, FirstPosition, ForwardOutput, Gradients,
@@ -47,6 +48,7 @@ pub use rows::{
     NormGradients, NormParameterGradients, QuantizeRowsCall, RotationCall, RowCodes,
 };
 pub use unsupported::Unsupported;
+pub use warnings::warn_once;
 
 /// Returns the programs that continuous integration compiles for a device with some limits: the ones that it would run
 /// for the usual head dimensions and each score modifier.

@@ -2,7 +2,6 @@
 //! it.
 
 use std::ops::Range;
-use std::sync::Once;
 
 use candle_core::{Result, Tensor, bail};
 
@@ -15,6 +14,7 @@ use super::plan::{Choice, Plan};
 use super::result::{AttentionOutput, AttentionResult, ResultKind};
 use super::statistics::{AttentionStatistics, StatisticsOptions};
 use super::{cpu, reference};
+use candle_attention_cuda::warn_once;
 use candle_attention_kernels::InstructionSet;
 
 /// A request for one kind of result.
@@ -245,9 +245,10 @@ pub(super) fn or_reference<T>(call: &Call, fused: Result<T>, reference: impl FnO
         bail!("[{}] the fused operation failed: {}", call.op, first_line(&cause))
     }
     // Once, since a model would repeat it for every layer and token.
-    static LOGGED: Once = Once::new();
-    LOGGED.call_once(|| {
-        log::warn!("[{}] the fused operation failed, the reference path runs instead: {}", call.op, first_line(&cause));
-    });
+    warn_once(&format!(
+        "[{}] the fused operation failed, the reference path runs instead: {}",
+        call.op,
+        first_line(&cause)
+    ));
     reference().map_err(|error| error.context(format!("after the fused operation failed: {}", first_line(&cause))))
 }

@@ -20,10 +20,11 @@ use super::programs::{LoadResult, Programs};
 use crate::capability::{Capability, Limits};
 use crate::compile::{compile, compile_empty_kernel};
 use crate::disk_cache::DiskCache;
-use crate::failure::{Attempt, Failure, warn_once};
+use crate::failure::{Attempt, Failure};
 use crate::nvrtc::Nvrtc;
 use crate::program::Program;
 use crate::unsupported::Unsupported;
+use crate::warnings::warn_once;
 
 /// The oldest device that has the instructions of the kernels.
 const OLDEST: Capability = Capability { major: 8, minor: 0 };

@@ -122,7 +122,7 @@ impl KernelDevice {
             Ok(_) => Ok(()),
             Err(reason) => {
                 #[cfg(any(feature = "cuda", feature = "emulator"))]
-                crate::failure::warn_once(&format!("Candle's operations run instead of CUDA kernels: {reason}"));
+                crate::warnings::warn_once(&format!("Candle's operations run instead of CUDA kernels: {reason}"));
                 Err(reason)
             }
         }
