@@ -66,5 +66,5 @@ cargo test "${build[@]}" "${on_each_device[@]}" metal::
 export TEST_DEVICE=metal
 # `short_calls` makes the calls of `layers::metal` in more orders, which takes long.
 cargo test "${build[@]}" "${on_one_device[@]}" -- --skip cpu:: --skip metal:: --skip short_calls
-EXAMPLE_BUILD_ARGS=${build[*]} cargo test "${build[@]}" --test examples examples_match_transformers
+EXAMPLE_BUILD_ARGS=${build[*]} cargo test "${build[@]}" --test examples -- examples_match_transformers attention_map_is_drawn
 "$CARGO_TARGET_DIR/debug/device_check" --short --widths 32 --part 1/4 --device metal

@@ -186,8 +186,9 @@ fn sentence_embedding_without_prompt_is_mean_over_tokens_after_it() -> Result<()
 #[test]
 #[cfg(feature = "plot")]
 fn attention_map_is_drawn_over_input_picture() -> Result<()> {
+    let device = std::env::var("TEST_DEVICE").unwrap_or("cpu".into());
     for model in Checkpoint::all("image_embedding") {
-        let png = model.written("--attention", &[PICTURE, "--head", "2"]);
+        let png = model.written("--attention", &[PICTURE, "--head", "2", "--device", &device]);
         let mut reader = png::Decoder::new(std::io::Cursor::new(png)).read_info().expect("a PNG");
         let mut pixels = vec![0; reader.output_buffer_size().expect("a small picture")];
         let info = reader.next_frame(&mut pixels).expect("pixels");

@@ -203,6 +203,10 @@ struct Call {
             cumulative_chunks[n] = n ? cumulative_chunks[n - 1] + (test.lengths[n - 1] + CHUNK - 1) / CHUNK : 0;
         }
         chunks = cumulative_chunks[sequences];
+        const void* inputs[] = {q.elements.data, k.elements.data, v.elements.data, output_gradient.elements.data,
+                                decays.data, betas.data, initial_states.data, final_state_gradient.data,
+                                cumulative_tokens.data, cumulative_chunks.data};
+        for (const void* input : inputs) emulator::protect(input);
     }
 
     int entry_of(int n) const { return test.is_packed ? 0 : n; }

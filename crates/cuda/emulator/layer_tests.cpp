@@ -46,6 +46,7 @@ static void run(const NormCase& test) {
     Buffer<float> weight_gradient(weight_count, "weight_gradient"), bias_gradient(weight_count, "bias_gradient");
     fill(inputs, test.mean), fill(gradient);
     for (int i = 0; i < weight_count; i++) weights[i] = float(normal()), biases[i] = float(normal());
+    emulator::protect(weights.data), emulator::protect(biases.data);
     NormArguments arguments;
     memset((void*)&arguments, 0, sizeof arguments);
     arguments.inputs = inputs.data, arguments.weights = weights.data, arguments.output = output.data;

@@ -45,6 +45,7 @@ static void run(const QuantizeCase& test) {
     for (int row = 0; row < rows; row++)
         for (int c = 0; c < d; c++)
             inputs[start_of(row) + c] = to_element(number_of(Kind(row % int(Kind::COUNT)), c, d));
+    emulator::protect(inputs.data);
 
     QuantizeRowsArguments arguments;
     memset((void*)&arguments, 0, sizeof arguments);

@@ -59,6 +59,7 @@ static void run(const ConvolutionCase& test) {
                        "tap_gradient_parts");
     Buffer<int> cumulative(test.cumulative.size(), "cumulative_tokens");
     std::copy(test.cumulative.begin(), test.cumulative.end(), cumulative.data);
+    emulator::protect(cumulative.data);
     fill(inputs), fill(gradient), fill(state), fill(taps);
     ConvolutionArguments arguments;
     memset((void*)&arguments, 0, sizeof arguments);

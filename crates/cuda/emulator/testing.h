@@ -18,13 +18,14 @@ typedef std::vector<double> Numbers;
 inline double tolerance(double f32, double f16, double bf16) { return ELEMENT == 2 ? f32 : ELEMENT == 0 ? f16 : bf16; }
 inline int divide_up(int count, int by) { return (count + by - 1) / by; }
 
-// Fills a buffer of elements or of floats with normal numbers.
+// Fills an input of elements or of floats with normal numbers. Kernels may not write to it.
 template <class T> void fill(Buffer<T>& numbers, double mean = 0) {
     const bool is_element = sizeof(T) == sizeof(Element);
     for (size_t i = 0; i < numbers.count; i++) {
         const double x = mean + normal();
         numbers[i] = is_element ? T(to_element(x)) : T(x);
     }
+    emulator::protect(numbers.data);
 }
 
 // Returns the numbers of a buffer of elements or of floats.
