@@ -156,6 +156,12 @@ impl<const BITS: u32, const HAS_MINIMUMS: bool> Columns for CodeBlocks<BITS, HAS
         block.at.cast::<u16>().wrapping_add(block.panel << u32::from(HAS_MINIMUMS)).cast()
     }
 
+    /// Returns one word, so that its scales are loaded next to it: one row is slower if they stay in registers.
+    #[inline(always)]
+    fn group(_: &ColumnBlock) -> usize {
+        Self::STEPS
+    }
+
     #[inline(always)]
     unsafe fn scales<V: Vector>(block: &ColumnBlock, _: usize, column: usize) -> CodeScales<V> {
         let scales = block.at.cast::<u16>().wrapping_add(column);
