@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 
 use super::OP;
 use super::adapter::Adapter;
-use super::names::{Matrix, PREFIX, Stored, join};
+use super::names::{Matrix, PREFIX, Stored, is_below, join};
 use candle_attention_core::WeightLayout;
 use candle_attention_core::internal::AdaptableModule;
 
@@ -159,9 +159,6 @@ impl Adapter {
     /// norm after the attention.
     pub(super) fn check_names_below(&self, target: &Target) -> Result<()> {
         let Some(file) = self.tensors.file.as_ref().filter(|file| !file.is_whole_model) else { return Ok(()) };
-        let is_below = |name: &str, module: &str| {
-            module.is_empty() || name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
-        };
         for (name, stored) in file.all().filter(|(name, _)| !self.tensors.is_used(name)) {
             match stored {
                 Stored::Matrix { module, .. } | Stored::Embedding { module, .. } if is_below(module, target.module) => {

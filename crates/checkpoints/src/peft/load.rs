@@ -8,7 +8,7 @@ use super::OP;
 use super::adapter::Adapter;
 use super::config::AdapterBias;
 use super::fit::Target;
-use super::names::{Matrix, PREFIX, join};
+use super::names::{Matrix, PREFIX, is_below, join};
 use super::tensors::RequiredParameter;
 use crate::hf;
 use candle_attention_core::internal::{AdaptableModule, AdapterMatrices, ParameterName};
@@ -217,8 +217,7 @@ impl Adapter {
     /// Returns whether the adapter has a parameter below an attention module.
     fn has_parameters_of(&self, target: &Target) -> bool {
         if self.tensors.file.is_some() {
-            let below = format!("{}.", target.module);
-            return self.has_parameter(|name| target.module.is_empty() || name.starts_with(&below));
+            return self.has_parameter(|name| is_below(name, target.module));
         }
         let names = target.full_names().flat_map(|full| [format!("{full}.weight"), format!("{full}.bias")]);
         names.into_iter().any(|name| self.tensors.parameter_name(&name).is_some())

@@ -128,6 +128,11 @@ pub(super) fn is_end(name: &str, end: &str) -> bool {
     name.strip_suffix(end).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
+/// Returns whether a name is below a module; every name is below the root, "".
+pub(super) fn is_below(name: &str, module: &str) -> bool {
+    module.is_empty() || name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
+}
+
 /// Returns the full name of a module or a parameter below another module.
 pub(super) fn join(module: &str, name: &str) -> String {
     if module.is_empty() { name.to_string() } else { format!("{module}.{name}") }
