@@ -1,12 +1,11 @@
 //! The deserialisation of a config, with errors that say which option is meant by an unknown name, and which values an
 //! option may have.
 
-use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::{KvSharing, MultiHeadAttentionConfig};
 use crate::position::{AlibiConfig, ContentPositions};
-use candle_attention_modules::base::{Synonym, optional_variant, unknown_field, variant};
+use candle_attention_modules::base::{Synonym, explain_unknown_field, optional_variant, variant};
 
 /// The names that PyTorch, transformers, JAX, other libraries and earlier versions have for the options of a layer.
 pub(crate) const SYNONYMS: &[Synonym] = &[
@@ -99,10 +98,7 @@ impl Serialize for MultiHeadAttentionConfig {
 
 impl<'de> Deserialize<'de> for MultiHeadAttentionConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Self::deserialize(deserializer).map_err(|error| match unknown_field(&error.to_string(), SYNONYMS) {
-            Some(text) => D::Error::custom(text),
-            None => error,
-        })
+        Self::deserialize(deserializer).map_err(|error| explain_unknown_field(error, SYNONYMS))
     }
 }
 

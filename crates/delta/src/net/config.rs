@@ -1,10 +1,9 @@
 //! The shape and options of a gated delta net.
 
 use candle_core::{Result, bail};
-use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use candle_attention_modules::base::{Synonym, number, unknown_field, variant};
+use candle_attention_modules::base::{Synonym, explain_unknown_field, number, variant};
 use candle_attention_modules::gate::GateActivation;
 
 /// The operation in the error texts of the layer.
@@ -77,10 +76,7 @@ impl Serialize for GatedDeltaNetConfig {
 
 impl<'de> Deserialize<'de> for GatedDeltaNetConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        Self::deserialize(deserializer).map_err(|error| match unknown_field(&error.to_string(), SYNONYMS) {
-            Some(text) => D::Error::custom(text),
-            None => error,
-        })
+        Self::deserialize(deserializer).map_err(|error| explain_unknown_field(error, SYNONYMS))
     }
 }
 

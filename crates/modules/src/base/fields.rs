@@ -25,6 +25,14 @@ impl Synonym {
     }
 }
 
+/// Returns serde's error with the text of [`unknown_field`], if there is one.
+pub fn explain_unknown_field<E: Error>(error: E, synonyms: &[Synonym]) -> E {
+    match unknown_field(&error.to_string(), synonyms) {
+        Some(text) => E::custom(text),
+        None => error,
+    }
+}
+
 /// Returns serde's error about an unknown field with a question for the field that is meant instead of the list of all
 /// fields; `None` for another error, and if no field is near. The list has the fields of the struct without that field,
 /// which may be a part of the config.

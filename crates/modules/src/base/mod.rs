@@ -26,7 +26,7 @@ pub use expect::{
     fits_in_memory, floats_on, floats_text, is_addressable,
 };
 pub use facts::Fact;
-pub use fields::{Synonym, optional_variant, unknown_field, variant};
+pub use fields::{Synonym, explain_unknown_field, optional_variant, unknown_field, variant};
 pub use fused::{FusedRows, FusedTensor, StoredDims};
 pub use graph::{IntoStorage, gradient_of, is_linked, record, record_two, reshape_linked, transpose_linked};
 pub use low_rank::LowRankUpdate;

@@ -1,13 +1,12 @@
 //! The config of latent attention.
 
 use candle_core::{Result, bail};
-use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::OP;
 use crate::config::SYNONYMS;
 use crate::position::{RopeConfig, RopeStyle, score_factor};
-use candle_attention_modules::base::{number, unknown_field};
+use candle_attention_modules::base::{explain_unknown_field, number};
 
 /// The shape and options of a [`MultiHeadLatentAttention`](crate::MultiHeadLatentAttention). Lengths, padding and a
 /// cache are inputs of a call.
@@ -57,10 +56,7 @@ impl Serialize for MultiHeadLatentAttentionConfig {
 
 impl<'de> Deserialize<'de> for MultiHeadLatentAttentionConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        Self::deserialize(deserializer).map_err(|error| match unknown_field(&error.to_string(), SYNONYMS) {
-            Some(text) => D::Error::custom(text),
-            None => error,
-        })
+        Self::deserialize(deserializer).map_err(|error| explain_unknown_field(error, SYNONYMS))
     }
 }
 
