@@ -163,10 +163,7 @@ impl MultiHeadAttention {
             cfg.attention_temperature().is_some() || cfg.rope().is_some_and(|rope| rope.scaling().depends_on_length());
         let device = &self.projections.device;
         let masked_call = MaskedCall { op: OP, tokens: &tokens, b, t_kv, device, counts_positions };
-        let mask = input.whole_mask(&self.mask, masked_call)?;
-        if counts_positions && let Some(positions) = &mut positions {
-            positions.after_first_key = input.after_first_key(&positions.queries, &mask, b)?;
-        }
+        let mask = input.mask_and_positions(&self.mask, &mut positions, masked_call)?;
         if input.train
             && cfg.dropout() > 0.0
             && let Some(cache) = input.any_cache()

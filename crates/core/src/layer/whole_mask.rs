@@ -3,6 +3,7 @@
 use candle_core::{Device, Result, bail};
 
 use super::input::AttentionInput;
+use super::positions::CallPositions;
 use crate::cache::{AttentionCache, NewTokens};
 use crate::mask::{AttentionMask, KeyPositions, Placement};
 use crate::position::Positions;
@@ -22,11 +23,27 @@ pub(super) struct MaskedCall<'a> {
 }
 
 impl AttentionInput<'_> {
-    /// Returns the mask of the layer and of the call together.
+    /// Returns the mask of the layer and of the call together. If the layer counts positions from the first key of each
+    /// sequence, these are added to `positions`.
     ///
     /// # Errors
-    /// For a mask that does not fit in memory, and for chunks whose positions are not known.
-    pub(super) fn whole_mask(&self, layer_mask: &AttentionMask, call: MaskedCall) -> Result<AttentionMask> {
+    /// For a mask or positions that do not fit in memory, and for chunks whose positions are not known.
+    pub(super) fn mask_and_positions(
+        &self,
+        layer_mask: &AttentionMask,
+        positions: &mut Option<CallPositions>,
+        call: MaskedCall,
+    ) -> Result<AttentionMask> {
+        let mask = self.whole_mask(layer_mask, call)?;
+        if call.counts_positions
+            && let Some(positions) = positions
+        {
+            positions.after_first_key = self.after_first_key(&positions.queries, &mask, call.b)?;
+        }
+        Ok(mask)
+    }
+
+    fn whole_mask(&self, layer_mask: &AttentionMask, call: MaskedCall) -> Result<AttentionMask> {
         let MaskedCall { tokens, b, device, .. } = call;
         let mut mask = self.mask_with(layer_mask);
         if mask.has_chunks() || call.counts_positions {
@@ -87,12 +104,7 @@ impl AttentionInput<'_> {
     ///
     /// # Errors
     /// For positions that do not fit in memory.
-    pub(super) fn after_first_key(
-        &self,
-        queries: &Positions,
-        mask: &AttentionMask,
-        b: usize,
-    ) -> Result<Option<Positions>> {
+    fn after_first_key(&self, queries: &Positions, mask: &AttentionMask, b: usize) -> Result<Option<Positions>> {
         if self.positions.is_some() || self.is_cross() || !mask.can_move_first_key() {
             return Ok(None);
         }

@@ -259,8 +259,8 @@ impl<'a> AttentionInput<'a> {
     /// aligned to the end, do not apply among the new tokens; all other masks do.
     ///
     /// Windows, chunks and rotary positions count tokens in their order, unless
-    /// [`with_positions`](Self::with_positions) sets other rotary positions and temperatures; [`with_tree`](Self::with_tree) counts by
-    /// depth. The entries are copied to the CPU.
+    /// [`with_positions`](Self::with_positions) sets other rotary positions and temperatures;
+    /// [`with_tree`](Self::with_tree) counts by depth. The entries are copied to the CPU.
     ///
     /// ```
     /// use candle_attention::{AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig};

@@ -403,10 +403,7 @@ impl MultiHeadLatentAttention {
         let mut positions = input.call_positions(OP, &tokens, t, None, cfg.rotates())?;
         let counts_positions = cfg.rope().scaling().depends_on_length();
         let call = MaskedCall { op: OP, tokens: &tokens, b, t_kv: t, device: xs.device(), counts_positions };
-        let mask = input.whole_mask(&self.mask, call)?;
-        if counts_positions && let Some(positions) = &mut positions {
-            positions.after_first_key = input.after_first_key(&positions.queries, &mask, b)?;
-        }
+        let mask = input.mask_and_positions(&self.mask, &mut positions, call)?;
         let width = cfg.num_heads() * (2 * cfg.head_dim() + cfg.value_head_dim() + cfg.kv_lora_rank());
         if !is_addressable(&[b, t, width]) {
             bail!("[{OP}] queries {:?} are too large to address", input.queries.dims())
