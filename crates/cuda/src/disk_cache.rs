@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use crate::hash::Fnv;
 use crate::private_files::{FileProblem, check_folder, create_folder, read_file};
-use crate::warnings::warn_once;
+use crate::warnings::warn_of_each_text;
 
 /// The environment variable that names the folder. An empty value turns the cache off.
 const VARIABLE: &str = "CANDLE_ATTENTION_CACHE";
@@ -103,7 +103,7 @@ impl DiskCache {
 fn report(problem: &FileProblem) {
     match problem {
         FileProblem::NotPrivate(reason) => {
-            warn_once(&format!("compiled kernels are neither read nor kept: {reason}"));
+            warn_of_each_text(&format!("compiled kernels are neither read nor kept: {reason}"));
         }
         FileProblem::Io(error) if error.kind() == io::ErrorKind::NotFound => {}
         FileProblem::Io(error) => log::debug!("a compiled kernel is neither read nor kept: {error}"),

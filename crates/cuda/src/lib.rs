@@ -48,7 +48,7 @@ pub use rows::{
     NormGradients, NormParameterGradients, QuantizeRowsCall, RotationCall, RowCodes,
 };
 pub use unsupported::Unsupported;
-pub use warnings::warn_once;
+pub use warnings::warn_of_each_text;
 
 /// Returns the programs that continuous integration compiles for a device with some limits: the ones that it would run
 /// for the usual head dimensions and each score modifier.

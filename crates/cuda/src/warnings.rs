@@ -1,10 +1,10 @@
-//! Warnings that a process logs once.
+//! Warnings of which a process logs each text once.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// Logs a warning, unless the process has logged the same text before. Returns whether it did.
-pub fn warn_once(text: &str) -> bool {
+pub fn warn_of_each_text(text: &str) -> bool {
     static LOGGED: OnceLock<Mutex<HashSet<String>>> = OnceLock::new();
     let mut logged = LOGGED.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
     let is_new = logged.insert(text.into());
@@ -20,8 +20,8 @@ mod tests {
 
     #[test]
     fn equal_warnings_are_logged_once() {
-        assert!(warn_once("the test's own warning"));
-        assert!(!warn_once("the test's own warning"));
-        assert!(warn_once("another warning of the test"));
+        assert!(warn_of_each_text("the test's own warning"));
+        assert!(!warn_of_each_text("the test's own warning"));
+        assert!(warn_of_each_text("another warning of the test"));
     }
 }

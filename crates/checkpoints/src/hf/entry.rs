@@ -1,11 +1,12 @@
 //! The config of a layer's attention, from a config.json and the row of the table that reads it.
 
-use std::sync::{LazyLock, Once};
+use std::sync::LazyLock;
 
 use candle_attention_core::{KvSharing, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig};
 use candle_attention_delta::GatedDeltaNetConfig;
 use candle_attention_modules::base::did_you_mean;
 use candle_attention_modules::norm::QkNorm;
+use candle_attention_modules::warn_once;
 use candle_core::{Result, bail};
 use serde_json::{Map, Value};
 
@@ -233,11 +234,8 @@ impl<'a> Entry<'a> {
         let name = size_names.num_heads;
         let width = size_names.embed_dim;
         if has_default_sizes && !fields.has(name) && fields.has(width) {
-            static LOGGED: Once = Once::new();
-            LOGGED.call_once(|| {
-                let default = default_sizes.num_heads;
-                log::warn!("[hf] {model_type}: {width} is given without {name}, whose default is {default}");
-            });
+            let default = default_sizes.num_heads;
+            warn_once!("[hf] {model_type}: {width} is given without {name}, whose default is {default}");
         }
         self.size(fields, name, default_sizes.num_heads)
     }
@@ -398,14 +396,11 @@ impl<'a> Entry<'a> {
 fn warn_of_defaults(model_type: &str, object: &Map<String, Value>) {
     const NOTES: [&str; 7] =
         ["model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "auto_map"];
-    static LOGGED: Once = Once::new();
     if object.keys().all(|key| NOTES.contains(&key.as_str())) {
-        LOGGED.call_once(|| {
-            log::warn!(
-                "[hf] {model_type}: the config has no sizes, and all of them are the defaults of transformers; expected \
-                 the config.json of a checkpoint"
-            );
-        });
+        warn_once!(
+            "[hf] {model_type}: the config has no sizes, and all of them are the defaults of transformers; expected the \
+             config.json of a checkpoint"
+        );
     }
 }
 

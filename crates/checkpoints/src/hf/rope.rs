@@ -1,13 +1,12 @@
 //! Rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` in older configurations.
 
-use std::sync::Once;
-
 use candle_core::Result;
 use serde_json::Value;
 
 use super::columns::{Number, columns};
 use super::fields::Fields;
 use candle_attention_core::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle};
+use candle_attention_modules::warn_once;
 
 /// The kinds of layers that may have different parameters.
 const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
@@ -235,13 +234,10 @@ fn yarn(given: &Fields, context: usize, original_context: usize) -> Result<RopeS
 /// Logs a warning, once in a process, for `attn_factor`, which vLLM multiplies by YaRN's own factor, and which
 /// transformers does not read.
 fn warn_of_other_factor(given: &Fields) -> Result<()> {
-    static LOGGED: Once = Once::new();
     let Some(factor) = given.optional::<f64>("attn_factor")?.filter(|&factor| factor != 1.0) else { return Ok(()) };
-    LOGGED.call_once(|| {
-        log::warn!(
-            "[hf] attn_factor of YaRN is {factor}, which is not used, as in transformers; expected attention_factor"
-        );
-    });
+    warn_once!(
+        "[hf] attn_factor of YaRN is {factor}, which is not used, as in transformers; expected attention_factor"
+    );
     Ok(())
 }
 

@@ -1,7 +1,5 @@
 //! A builder of a model's weights with an adapter in them.
 
-use std::sync::Once;
-
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
@@ -11,6 +9,7 @@ use super::adapter::Adapter;
 use super::load::Taken;
 use super::names::Stored;
 use candle_attention_modules::base::{accumulation_dtype, moved_names, root, stored_name};
+use candle_attention_modules::warn_once;
 
 /// The modules of transformers that are `Conv1D`, whose weights are (in, out), in GPT-2. Other models have linear
 /// layers of the same names.
@@ -144,10 +143,7 @@ impl MergedWeights {
         };
         let option = self.adapter.config().fan_in_fan_out();
         if found.is_some() && rows == columns && is_transposed != option {
-            static LOGGED: Once = Once::new();
-            LOGGED.call_once(|| {
-                log::warn!("[{OP}] fan_in_fan_out is {option}, but not for {module}: the type of the module decides");
-            });
+            warn_once!("[{OP}] fan_in_fan_out is {option}, but not for {module}: the type of the module decides");
         }
         Ok(found)
     }

@@ -1,22 +1,13 @@
 //! Warnings about calls that are valid and usually a mistake. Each kind is logged once in a process, since a model
 //! would repeat it for every layer and token.
 
-use std::sync::Once;
-
 use candle_core::{Result, bail};
 
 use super::input::AttentionInput;
 use crate::cache::{AttentionCache, EarlierPadding, NewTokens};
 use crate::mask::{AttentionMask, OtherOffset};
 use candle_attention_modules::linear::IDLE_CALLS;
-
-/// Logs a warning the first time that this place is reached.
-macro_rules! warn_once {
-    ($($message:tt)+) => {{
-        static LOGGED: Once = Once::new();
-        LOGGED.call_once(|| log::warn!($($message)+));
-    }};
-}
+use candle_attention_modules::warn_once;
 
 /// Checks the masks of a call, the caller's and the layer's, against the earlier calls of its cache.
 ///

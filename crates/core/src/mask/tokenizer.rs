@@ -1,12 +1,13 @@
 //! Attention masks of ones and zeros, as tokenizers return them.
 
-use std::sync::{Arc, Once};
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::OP;
 use super::placement::Placement;
 use candle_attention_modules::base::check_memory;
+use candle_attention_modules::warn_once;
 
 /// A tokenizer's attention mask (B, T_kv) of ones and zeros.
 #[derive(Debug, Clone)]
@@ -63,13 +64,10 @@ pub fn rows_of_ones(op: &str, mask: &Tensor) -> Result<Vec<RowOfOnes>> {
     if mask.dim(1)? > 0
         && let Some(empty) = found.iter().position(|row| row.end == 0)
     {
-        static LOGGED: Once = Once::new();
-        LOGGED.call_once(|| {
-            log::warn!(
-                "[{op}] row {empty} of the attention mask is all zeros, so that its sequence has no token; expected 1 \
-                 for a token and 0 for padding: a mask that has 1 for padding is inverted by `mask.eq(0u8)?`"
-            );
-        });
+        warn_once!(
+            "[{op}] row {empty} of the attention mask is all zeros, so that its sequence has no token; expected 1 for \
+             a token and 0 for padding: a mask that has 1 for padding is inverted by `mask.eq(0u8)?`"
+        );
     }
     Ok(found)
 }

@@ -1,7 +1,5 @@
 //! The linear layers of a layout that adapters change.
 
-use std::sync::Once;
-
 use candle_core::{Result, Tensor, bail};
 
 use super::layout::WeightLayout;
@@ -10,6 +8,7 @@ use super::tensors::{ProjectionTensor, has_separate_biases, projection_tensors};
 use crate::config::MultiHeadAttentionConfig;
 use candle_attention_modules::base::{ParameterReader, StoredDims};
 use candle_attention_modules::linear::{ByProjection, LoraMatrices, Projections, ReplacedRows};
+use candle_attention_modules::warn_once;
 
 /// A linear layer of a checkpoint that computes one projection or several, and that an adapter may change.
 #[derive(Debug, Clone)]
@@ -97,17 +96,14 @@ pub(crate) fn replaced_rows(
 /// Logs a warning, once in a process, if the file has a PEFT adapter for the module of a weight: the weight alone is
 /// loaded.
 pub(crate) fn warn_of_adapter(stored: &str, reader: &ParameterReader) {
-    static LOGGED: Once = Once::new();
     let Some(module) = stored.strip_suffix(".weight") else { return };
     let matrix = format!("{module}.lora_A.default.weight");
     if reader.has(&matrix) && !reader.vb.contains_tensor(stored) {
-        LOGGED.call_once(|| {
-            log::warn!(
-                "[{}] the file has an adapter ({matrix}), and the weights without it are loaded; expected \
-                 `peft::Adapter` for the adapter",
-                reader.op
-            );
-        });
+        warn_once!(
+            "[{}] the file has an adapter ({matrix}), and the weights without it are loaded; expected `peft::Adapter` \
+             for the adapter",
+            reader.op
+        );
     }
 }
 

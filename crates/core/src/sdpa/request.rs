@@ -14,7 +14,7 @@ use super::plan::{Choice, Plan};
 use super::result::{AttentionOutput, AttentionResult, ResultKind};
 use super::statistics::{AttentionStatistics, StatisticsOptions};
 use super::{cpu, reference};
-use candle_attention_cuda::warn_once;
+use candle_attention_cuda::warn_of_each_text;
 use candle_attention_kernels::InstructionSet;
 
 /// A request for one kind of result.
@@ -245,7 +245,7 @@ pub(super) fn or_reference<T>(call: &Call, fused: Result<T>, reference: impl FnO
         bail!("[{}] the fused operation failed: {}", call.op, first_line(&cause))
     }
     // Once, since a model would repeat it for every layer and token.
-    warn_once(&format!(
+    warn_of_each_text(&format!(
         "[{}] the fused operation failed, the reference path runs instead: {}",
         call.op,
         first_line(&cause)

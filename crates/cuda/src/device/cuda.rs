@@ -24,7 +24,7 @@ use crate::failure::{Attempt, Failure};
 use crate::nvrtc::Nvrtc;
 use crate::program::Program;
 use crate::unsupported::Unsupported;
-use crate::warnings::warn_once;
+use crate::warnings::warn_of_each_text;
 
 /// The oldest device that has the instructions of the kernels.
 const OLDEST: Capability = Capability { major: 8, minor: 0 };
@@ -111,7 +111,7 @@ impl CudaRunner {
         };
         let programs = attempt.programs.get_or_make(|| ContextPrograms::new(context).map(Arc::new));
         let programs = programs.inspect_err(|failure| {
-            warn_once(&format!("other operations run instead of the CUDA kernels: {}", failure.reason));
+            warn_of_each_text(&format!("other operations run instead of the CUDA kernels: {}", failure.reason));
         })?;
         Ok(Self { device: device.clone(), stream, context: programs })
     }

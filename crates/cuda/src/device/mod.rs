@@ -122,7 +122,9 @@ impl KernelDevice {
             Ok(_) => Ok(()),
             Err(reason) => {
                 #[cfg(any(feature = "cuda", feature = "emulator"))]
-                crate::warnings::warn_once(&format!("Candle's operations run instead of CUDA kernels: {reason}"));
+                crate::warnings::warn_of_each_text(&format!(
+                    "Candle's operations run instead of CUDA kernels: {reason}"
+                ));
                 Err(reason)
             }
         }
@@ -135,18 +137,13 @@ impl KernelDevice {
     /// If it failed, and would not be tried again now.
     #[cfg_attr(not(any(feature = "cuda", feature = "emulator")), expect(unused_variables, reason = "no program loads"))]
     pub fn check_known_failure(&self, program: impl FnOnce() -> Option<Program>) -> Result<(), Unsupported> {
-        let failure = match self {
+        match self {
             #[cfg(feature = "emulator")]
-            Self::Emulator => emulator::known_failure(program),
+            Self::Emulator => emulator::known_failure(program).map_or(Ok(()), |failure| Err(failure.into())),
             #[cfg(not(feature = "emulator"))]
-            Self::Emulator => return Ok(()),
+            Self::Emulator => Ok(()),
             #[cfg(feature = "cuda")]
-            Self::Cuda(runner) => runner.known_failure(program),
-        };
-        #[cfg(any(feature = "cuda", feature = "emulator"))]
-        if let Some(failure) = failure {
-            return Err(failure.into());
+            Self::Cuda(runner) => runner.known_failure(program).map_or(Ok(()), |failure| Err(failure.into())),
         }
-        Ok(())
     }
 }
