@@ -18,9 +18,18 @@ pub(super) struct Backend {
 }
 
 impl Backend {
+    /// Reads a tensor in a dtype, floats of a quantised weight dequantised.
+    fn read(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        match self.checkpoint.entry(name) {
+            Some(Entry::Quantized(weight)) => weight.read()?.dequantize()?.to_dtype(dtype)?.to_device(device),
+            _ => self.read_stored(name, self.find(name)?, dtype, device),
+        }
+    }
+
     fn find(&self, name: &str) -> Result<&StoredTensor> {
         match self.checkpoint.entry(name) {
             Some(Entry::Stored(stored)) => Ok(stored),
+            Some(Entry::Quantized(_)) => bail!("{name} is quantised, expected a tensor of numbers"),
             Some(Entry::Unreadable { problem, .. }) => Err(Error::msg(format!("{name}: {problem}"))),
             None => {
                 // The reader of a layer finds the hint as the context of the cause.
@@ -47,7 +56,7 @@ impl Backend {
         }
     }
 
-    fn read(&self, name: &str, stored: &StoredTensor, dtype: DType, device: &Device) -> Result<Tensor> {
+    fn read_stored(&self, name: &str, stored: &StoredTensor, dtype: DType, device: &Device) -> Result<Tensor> {
         if dtype == DType::F64 && device.is_metal() {
             bail!("{name} is read as F64, expected {}", floats_text(device))
         }
@@ -69,7 +78,7 @@ impl Backend {
             )
         };
         let stored = self.find(name)?;
-        let numbers = self.read(name, stored, DType::F32, &Device::Cpu)?;
+        let numbers = self.read_stored(name, stored, DType::F32, &Device::Cpu)?;
         match Scale::new(shape, &numbers)? {
             Some(scale) => Ok(scale),
             None => bail!(
@@ -91,16 +100,25 @@ impl SimpleBackend for Backend {
             let mismatch = Error::UnexpectedShape { msg, expected: shape, got: got.into() }.bt();
             return Err(if self.checkpoint.origin.is_of_mlx { mismatch.context(OF_MLX) } else { mismatch });
         }
-        self.read(name, self.find(name)?, dtype, device)
+        self.read(name, dtype, device)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        if let Some(weight) = Fact::weight_of_codes(name) {
+            return match self.checkpoint.entry(weight) {
+                Some(Entry::Quantized(weight)) => weight.read()?.to_tensor(),
+                _ => bail!("{weight} is not quantised"),
+            };
+        }
         self.refuse_quantized(name, dtype)?;
-        self.read(name, self.find(name)?, dtype, device)
+        self.read(name, dtype, device)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
         let origin = self.checkpoint.origin;
+        if let Some(weight) = Fact::weight_of_codes(name) {
+            return matches!(self.checkpoint.entry(weight), Some(Entry::Quantized(_)));
+        }
         if let Some(tensor) = Fact::tensor_of_integers(name) {
             return self.checkpoint.has_integers(tensor);
         }

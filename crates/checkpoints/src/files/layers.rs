@@ -9,7 +9,7 @@ use super::stored::Entry;
 use candle_attention_core::MultiHeadAttentionConfig;
 use candle_attention_core::internal::{LayoutTensor, TensorSource, detect_with, nearest_layout, query_weights};
 use candle_attention_core::weights::{PackedNaming, QkvOrder, WeightLayout};
-use candle_attention_modules::base::{ConfigMethod, QuantizedWeight, SCALES, edits, moved_names};
+use candle_attention_modules::base::{ConfigMethod, QuantizationSigns, SCALES, edits, moved_names};
 use candle_attention_modules::linear::Projection;
 
 /// The end of an error about a tensor of a file of MLX.
@@ -73,15 +73,15 @@ impl Checkpoint {
     }
 
     /// Returns the signs that a weight is quantised; `None` if there are none.
-    pub(super) fn quantized(&self, name: &str) -> Option<QuantizedWeight> {
-        let beside = QuantizedWeight::beside(name, |beside| self.entry(beside).is_some());
+    pub(super) fn quantized(&self, name: &str) -> Option<QuantizationSigns> {
+        let beside = QuantizationSigns::beside(name, |beside| self.entry(beside).is_some());
         let dtype = self.entry(name).and_then(Entry::packed_dtype);
         let has_scale = || SCALES.iter().any(|suffix| self.entry(&format!("{name}{suffix}")).is_some());
         let signs = match (beside, dtype) {
             (Some(beside), Some(dtype)) => beside.with_dtype(dtype),
             (Some(beside), None) => beside,
             (None, Some(dtype)) if is_weight(name) && (has_scale() || ConfigMethod::of(&self.config).is_some()) => {
-                QuantizedWeight::of_dtype(dtype)
+                QuantizationSigns::of_dtype(dtype)
             }
             (None, _) => return None,
         };
@@ -178,6 +178,7 @@ impl TensorSource for LayerTensors<'_> {
             Some(Entry::Stored(stored)) => Ok(stored.shape.clone()),
             Some(Entry::Unreadable { shape: Some(shape), .. }) => Ok(shape.clone()),
             Some(Entry::Unreadable { shape: None, problem, .. }) => bail!("[weights] {name}: {problem}"),
+            Some(Entry::Quantized(weight)) => Ok(weight.shape.clone()),
         }
     }
 
@@ -185,7 +186,7 @@ impl TensorSource for LayerTensors<'_> {
         Ok(Some(self.checkpoint.hint(&self.full_name(missing))))
     }
 
-    fn quantized(&self, name: &str) -> Option<QuantizedWeight> {
+    fn quantized(&self, name: &str) -> Option<QuantizationSigns> {
         let name = self.full_name(name);
         self.checkpoint.quantized(&self.checkpoint.stored_name(&name).unwrap_or(name))
     }

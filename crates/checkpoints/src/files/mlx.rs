@@ -75,7 +75,7 @@ pub(super) fn undo(entries: &mut BTreeMap<String, Entry>, files: &BTreeSet<Arc<P
     }
     let is_of_mlx = |entry: &Entry| match entry {
         Entry::Stored(stored) => files.is_empty() || files.contains(&stored.file),
-        Entry::Unreadable { .. } => false,
+        Entry::Unreadable { .. } | Entry::Quantized(_) => false,
     };
     let names: Vec<_> = entries.iter().filter(|(_, entry)| is_of_mlx(entry)).map(|(name, _)| name.clone()).collect();
     // mlx-lm itself takes a model whose convolutions are in PyTorch's order for one that is not converted.
@@ -184,7 +184,7 @@ fn is_multiplied(entries: &BTreeMap<String, Entry>, name: &str) -> bool {
 fn refuse_multiplied(entries: &mut BTreeMap<String, Entry>, name: &str) {
     let shape = entries.get(name).and_then(Entry::shape).map(<[usize]>::to_vec);
     let problem = "MLX multiplied it by the factors of Falcon H1's config, expected the model before its conversion";
-    entries.insert(name.to_string(), Entry::Unreadable { dtype: None, shape, problem: problem.to_string() });
+    entries.insert(name.to_string(), Entry::Unreadable { dtype: None, shape, problem: problem.to_string(), raw: None });
 }
 
 #[cfg(test)]

@@ -6,6 +6,8 @@ mod layers;
 pub(crate) mod mlx;
 mod pickle;
 mod pth;
+mod quantized;
+mod raw;
 mod safetensors;
 mod stored;
 
@@ -153,6 +155,7 @@ impl Checkpoint {
             }
         };
         let origin = mlx::undo(&mut entries, &files_of_mlx, &config);
+        join_quantized(&mut entries, &config);
         Ok(Self { entries: Arc::new(entries), safetensors, config, origin })
     }
 
@@ -224,6 +227,21 @@ fn with_dots(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
         renamed.insert(if is_free { with_dots } else { name }, entry);
     }
     renamed
+}
+
+/// Replaces the tensors of quantised layers by one weight each.
+fn join_quantized(entries: &mut BTreeMap<String, Entry>, config: &Value) {
+    let raw = entries.iter().filter_map(|(name, entry)| Some((name.clone(), entry.raw()?)));
+    for layer in quantized::layers(raw, config) {
+        for tensor in layer.tensors {
+            entries.remove(&tensor);
+        }
+        let entry = match layer.entry {
+            Ok(entry) => Entry::Quantized(entry),
+            Err(error) => Entry::Unreadable { dtype: None, shape: None, problem: error.to_string(), raw: None },
+        };
+        entries.insert(layer.weight, entry);
+    }
 }
 
 fn cannot_read(file: &Path, error: &Error) -> Error {

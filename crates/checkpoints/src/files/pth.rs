@@ -226,7 +226,7 @@ impl Reader {
 
     fn unreadable(&self, name: &str, kind: &str) -> Entry {
         let problem = format!("{} has {name} as {kind}, which cannot be read", self.path.display());
-        Entry::Unreadable { dtype: None, shape: None, problem }
+        Entry::Unreadable { dtype: None, shape: None, problem, raw: None }
     }
 
     fn storage(&mut self, key: &str) -> Result<Storage> {

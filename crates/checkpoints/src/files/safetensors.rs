@@ -12,6 +12,7 @@ use safetensors::SafeTensorError;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
 
+use super::raw::RawTensor;
 use super::stored::{Entry, StoredTensor};
 use candle_attention_modules::base::is_addressable;
 
@@ -72,8 +73,15 @@ pub(super) fn contents(path: &Path) -> Result<Contents> {
         let entry = match DType::try_from(dtype) {
             Ok(DType::F4 | DType::F6E2M3 | DType::F6E3M2 | DType::F8E8M0) | Err(_) => Entry::Unreadable {
                 dtype: Some(format!("{dtype:?}")),
-                shape: Some(shape),
+                shape: Some(shape.clone()),
                 problem: format!("unsupported safetensors dtype {dtype:?}"),
+                raw: Some(RawTensor {
+                    file: shared_path.clone(),
+                    dtype,
+                    shape,
+                    start: data_start + data_offsets.0 as u64,
+                    len: data_offsets.1 - data_offsets.0,
+                }),
             },
             Ok(dtype) => Entry::Stored(StoredTensor {
                 file: shared_path.clone(),

@@ -1,13 +1,14 @@
 //! A tensor in a file: its offset and dtype, and how it is read.
 
-use std::fs::File;
-use std::io::{Cursor, ErrorKind, Read, Seek, SeekFrom};
+use std::io::{Cursor, Read};
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
-use candle_attention_modules::base::{FLOATS, accumulation_dtype, filled, fits_in_memory};
+use super::quantized::QuantizedEntry;
+use super::raw::{RawTensor, open_at, read_error, zeroed};
+use candle_attention_modules::base::{FLOATS, accumulation_dtype, fits_in_memory};
 
 /// The number of elements that are read and converted at once.
 const CHUNK: usize = 1 << 20;
@@ -28,7 +29,11 @@ pub(super) enum Entry {
         shape: Option<Vec<usize>>,
         /// The text of the error.
         problem: String,
+        /// The bytes, where a method of quantisation may read them.
+        raw: Option<RawTensor>,
     },
+    /// The weight of a quantised layer.
+    Quantized(QuantizedEntry),
 }
 
 impl Entry {
@@ -37,6 +42,22 @@ impl Entry {
         match self {
             Self::Stored(stored) => Some(&stored.shape),
             Self::Unreadable { shape, .. } => shape.as_deref(),
+            Self::Quantized(weight) => Some(&weight.shape),
+        }
+    }
+
+    /// Returns the bytes of a tensor that are in a file without gaps; `None` for other tensors.
+    pub(super) fn raw(&self) -> Option<RawTensor> {
+        match self {
+            Self::Stored(stored) if stored.strides.is_none() => Some(RawTensor {
+                file: stored.file.clone(),
+                dtype: stored.dtype.into(),
+                shape: stored.shape.clone(),
+                start: stored.start,
+                len: stored.shape.iter().product::<usize>() * stored.dtype.size_in_bytes(),
+            }),
+            Self::Unreadable { raw, .. } => raw.clone(),
+            Self::Stored(_) | Self::Quantized(_) => None,
         }
     }
 
@@ -46,7 +67,7 @@ impl Entry {
             Self::Stored(stored) if stored.dtype != DType::F8E4M3 && !FLOATS.contains(&stored.dtype) => {
                 Some(format!("{:?}", stored.dtype))
             }
-            Self::Stored(_) => None,
+            Self::Stored(_) | Self::Quantized(_) => None,
             Self::Unreadable { dtype, .. } => dtype.clone(),
         }
     }
@@ -108,7 +129,7 @@ impl StoredTensor {
         let mut buffer = zeroed(chunk_len * size)?;
         for start in (0..count).step_by(chunk_len) {
             let bytes = &mut buffer[..chunk_len.min(count - start) * size];
-            elements.read_exact(bytes).map_err(|error| self.read_error(error))?;
+            elements.read_exact(bytes).map_err(|error| read_error(&self.file, &error))?;
             let mut chunk = Tensor::from_raw_buffer(bytes, self.dtype, &[bytes.len() / size], &Device::Cpu)?;
             if let Some(scale) = scale {
                 chunk = scale.apply(&chunk, start)?;
@@ -124,34 +145,16 @@ impl StoredTensor {
         if let Some(mapped) = mapped {
             return Ok(Box::new(mapped));
         }
-        let mut file = self.open_at_start().map_err(|error| self.read_error(error))?;
+        let mut file = open_at(&self.file, self.start).map_err(|error| read_error(&self.file, &error))?;
         if let Some(strides) = &self.strides
             && let Some(span) = span(&self.shape, strides)
         {
             let size = self.dtype.size_in_bytes();
             let mut view = zeroed(span * size)?;
-            file.read_exact(&mut view).map_err(|error| self.read_error(error))?;
+            file.read_exact(&mut view).map_err(|error| read_error(&self.file, &error))?;
             return Ok(Box::new(Cursor::new(gather(&view, size, &self.shape, strides)?)));
         }
         Ok(Box::new(file))
-    }
-
-    /// Opens the file at the first element.
-    fn open_at_start(&self) -> std::io::Result<File> {
-        let mut file = File::open(&self.file)?;
-        file.seek(SeekFrom::Start(self.start))?;
-        Ok(file)
-    }
-
-    /// Returns the error of a file that was opened and cannot be read.
-    fn read_error(&self, error: std::io::Error) -> Error {
-        let file = self.file.display();
-        Error::msg(match error.kind() {
-            ErrorKind::UnexpectedEof => {
-                format!("[weights] {file} ends before the tensor does; it was whole when it was opened")
-            }
-            _ => format!("[weights] cannot read {file}: {error}"),
-        })
     }
 }
 
@@ -237,12 +240,4 @@ fn gather(view: &[u8], size: usize, shape: &[usize], strides: &[usize]) -> Resul
         }
     }
     Ok(gathered)
-}
-
-/// Returns `len` bytes of 0.
-fn zeroed(len: usize) -> Result<Vec<u8>> {
-    match filled(&[len], 0) {
-        Some(bytes) => Ok(bytes),
-        None => bail!("{len} bytes do not fit in memory"),
-    }
 }

@@ -12,7 +12,7 @@ use candle_attention_core::{
     MultiHeadLatentAttentionConfig, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, WeightLayout,
 };
 use candle_attention_delta::{DeltaLayout, GatedDeltaNet, GatedDeltaNetConfig};
-use candle_attention_modules::base::{ConfigMethod, has};
+use candle_attention_modules::base::{ConfigMethod, Fact, has};
 
 impl Entry<'_> {
     /// Loads one layer of a checkpoint.
@@ -31,7 +31,7 @@ impl Entry<'_> {
         shard: impl FnOnce(RelativeBias) -> Result<RelativeBias>,
     ) -> Result<MultiHeadAttention> {
         let cfg = self.attention(layer)?;
-        self.refuse_quantized()?;
+        self.refuse_quantized(vb)?;
         let mut attention = load_module(self.modules(), &self.numbers(layer)?, vb, |layout, module| {
             let has_key_bias = |name: &str| cfg.q_bias() && has(vb, &format!("{module}.{name}"));
             if self.family.key_bias.is_some_and(has_key_bias) {
@@ -66,7 +66,7 @@ impl Entry<'_> {
         load: impl Fn(&MultiHeadLatentAttentionConfig, &str) -> Result<MultiHeadLatentAttention>,
     ) -> Result<MultiHeadLatentAttention> {
         let cfg = self.latent_attention(layer)?;
-        self.refuse_quantized()?;
+        self.refuse_quantized(vb)?;
         load_module(self.modules(), &self.numbers(layer)?, vb, |_, module| load(&cfg, module))
     }
 
@@ -78,7 +78,7 @@ impl Entry<'_> {
         load: impl Fn(&GatedDeltaNetConfig, DeltaLayout, &str) -> Result<GatedDeltaNet>,
     ) -> Result<GatedDeltaNet> {
         let cfg = self.linear_attention(layer)?;
-        self.refuse_quantized()?;
+        self.refuse_quantized(vb)?;
         let Some(Linear { names, layout, .. }) = self.family.linear else { bail!("[hf] no layer is linear") };
         let names = ModuleNames { parameter: Some("A_log"), ..names };
         load_module([&names].into_iter(), &[layer], vb, |_, module| load(&cfg, layout, module))
@@ -88,7 +88,7 @@ impl Entry<'_> {
     pub fn load_relative_bias(&self, vb: &VarBuilder) -> Result<RelativeBias> {
         let cfg = self.attention(0)?;
         let model = self.family.model_type;
-        self.refuse_quantized()?;
+        self.refuse_quantized(vb)?;
         let Some(buckets) = cfg.relative_bias() else {
             bail!("[hf] {model}: there is no relative bias in this architecture")
         };
@@ -133,8 +133,12 @@ impl Entry<'_> {
 
     /// Refuses a config with a `quantization_config`, at any level, except MXFP4, which quantises experts and not
     /// attention, and float8, whose scales the reader of tensors applies (or refuses). MLX's key `quantization` has
-    /// exceptions for some layers, whose tensors decide.
-    fn refuse_quantized(&self) -> Result<()> {
+    /// exceptions for some layers, whose tensors decide. So do the tensors of the builder of `weights::open`, which
+    /// reads quantised weights, and refuses those that it cannot read.
+    fn refuse_quantized(&self, vb: &VarBuilder) -> Result<()> {
+        if Fact::Opened.is_known_of(vb) {
+            return Ok(());
+        }
         for quantization in ConfigMethod::objects(self.json) {
             if !["mxfp4", "fp8"].iter().any(|known| quantization["quant_method"] == *known) {
                 let looks = match ConfigMethod::of(self.json) {

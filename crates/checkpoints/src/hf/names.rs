@@ -6,7 +6,7 @@ use candle_nn::VarBuilder;
 use crate::files::OF_MLX;
 use candle_attention_core::WeightLayout;
 use candle_attention_core::internal::wrapper_prefixes;
-use candle_attention_modules::base::{Fact, QuantizedWeight, has};
+use candle_attention_modules::base::{Fact, QuantizationSigns, has};
 use candle_attention_modules::linear::Projection;
 
 pub(super) const LAYERS: &str = "num_hidden_layers";
@@ -112,7 +112,7 @@ pub(super) fn candidates<'a>(names: impl Iterator<Item = &'a ModuleNames>, numbe
 /// wrapper, or the builder has an adapter alone.
 fn elsewhere(candidates: &[Candidate], vb: &VarBuilder) -> Option<String> {
     for Candidate { parameter, module, layout } in candidates {
-        if let Some(quantized) = QuantizedWeight::beside(parameter, |beside| has(vb, beside)) {
+        if let Some(quantized) = QuantizationSigns::beside(parameter, |beside| has(vb, beside)) {
             return Some(format!("{parameter} {quantized}"));
         }
         for tensor in layout.tensors(0, true) {

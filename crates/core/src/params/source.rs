@@ -3,7 +3,7 @@
 use candle_core::{Error, Result, bail};
 use candle_nn::VarBuilder;
 
-use candle_attention_modules::base::{QuantizedWeight, has, missing_tensor_hint, root, stored_name};
+use candle_attention_modules::base::{QuantizationSigns, has, missing_tensor_hint, root, stored_name};
 
 /// Tensors by name, for the detection of a layout: of a builder, or of a checkpoint whose header was read.
 ///
@@ -31,7 +31,7 @@ pub trait TensorSource: Sized {
     fn hint(&self, missing: &str) -> Result<Option<String>>;
 
     /// Returns the signs that a weight is quantised; `None` if there are none.
-    fn quantized(&self, name: &str) -> Option<QuantizedWeight>;
+    fn quantized(&self, name: &str) -> Option<QuantizationSigns>;
 }
 
 /// The tensors of a builder. It has no shapes, so that a tensor is read to know its shape.
@@ -79,7 +79,7 @@ impl TensorSource for VarBuilder<'_> {
         Ok(missing_tensor_hint(&error))
     }
 
-    fn quantized(&self, name: &str) -> Option<QuantizedWeight> {
-        QuantizedWeight::beside(&stored_name(self, name), |beside| has(self, beside))
+    fn quantized(&self, name: &str) -> Option<QuantizationSigns> {
+        QuantizationSigns::beside(&stored_name(self, name), |beside| has(self, beside))
     }
 }

@@ -17,6 +17,14 @@ pub enum Fact {
 /// The beginning of a name that a builder has if the tensor of the rest of the name has integers in the file.
 const INTEGERS: &str = "fact: integers in ";
 
+/// The beginning of a name that a builder has if it can return the codes of the weight of the rest of the name.
+const CODES: &str = "fact: codes of ";
+
+/// Returns the name under which a builder has the codes of a weight, by the weight's name from the root.
+pub(super) fn name_of_codes(weight: &str) -> String {
+    format!("{CODES}{weight}")
+}
+
 /// Returns whether a tensor, by its name from the root, is known to have integers in the file, or other numbers that
 /// are codes of floats.
 pub(super) fn has_integers(vb: &VarBuilder, name: &str) -> bool {
@@ -42,6 +50,12 @@ impl Fact {
     #[must_use]
     pub fn tensor_of_integers(name: &str) -> Option<&str> {
         name.strip_prefix(INTEGERS)
+    }
+
+    /// Returns the weight in the name of the fact that a builder can return codes; `None` for any other name.
+    #[must_use]
+    pub fn weight_of_codes(name: &str) -> Option<&str> {
+        name.strip_prefix(CODES)
     }
 
     /// Returns whether the fact is known to be true of the files of a builder.

@@ -13,6 +13,8 @@ mod parameter_list;
 mod parameters;
 mod product;
 mod quantization;
+mod quantized_tensor;
+mod quantized_weight;
 mod query_heads;
 mod reader;
 pub mod rowwise;
@@ -35,7 +37,8 @@ pub use optional_ref::OptionalRef;
 pub use parameter_list::{ParameterList, StoredParameter};
 pub use parameters::{Parameter, WeightAndBias, frozen, part, save, variables_without_gradient};
 pub use product::{matmul, matmul_by_head, matmul_ready};
-pub use quantization::{ConfigMethod, QuantizedWeight};
+pub use quantization::{ConfigMethod, QuantizationSigns};
+pub use quantized_weight::{CodeValues, Float8, GroupNumbers, QuantizedWeight};
 pub use query_heads::QueryHeadOrder;
 pub use reader::{
     DRAWN_THEN_ZEROED, LINEAR_WEIGHT, ParameterReader, SCALES, has, linear_bias, missing_tensor_hint, moved_names,

@@ -34,7 +34,7 @@ const METHODS: [Method; 17] = [
 
 /// The signs that a weight is quantised.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct QuantizedWeight {
+pub struct QuantizationSigns {
     /// The method that the tensors next to the weight belong to.
     method: Option<&'static str>,
     /// The names of these tensors.
@@ -54,7 +54,7 @@ pub struct ConfigMethod {
     pub method: String,
 }
 
-impl QuantizedWeight {
+impl QuantizationSigns {
     /// Returns the signs that tensors next to a parameter are; `None` if there are none. `has` returns whether there is
     /// a tensor of a name.
     pub fn beside(parameter: &str, has: impl Fn(&str) -> bool) -> Option<Self> {
@@ -92,7 +92,7 @@ impl QuantizedWeight {
 }
 
 /// The end of a sentence about a weight: "is quantised, ..".
-impl fmt::Display for QuantizedWeight {
+impl fmt::Display for QuantizationSigns {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let mut signs = Vec::new();
         if let Some(config) = &self.config {
@@ -115,10 +115,19 @@ impl fmt::Display for QuantizedWeight {
     }
 }
 
+/// The keys of a config whose objects describe its quantisation.
+const KEYS: [&str; 3] = ["quantization_config", "quantization", "compression_config"];
+
 impl ConfigMethod {
+    /// Returns the object of the key that [`of`](Self::of) finds.
+    pub fn object(config: &Value) -> Option<&Value> {
+        let own = config.as_object()?;
+        let found = KEYS.iter().find_map(|key| own.get(*key).filter(|found| found.is_object()));
+        found.or_else(|| own.values().find_map(Self::object))
+    }
+
     /// Finds the first key `quantization_config` or `quantization` with an object, at any level of a config.
     pub fn of(config: &Value) -> Option<Self> {
-        const KEYS: [&str; 3] = ["quantization_config", "quantization", "compression_config"];
         let object = config.as_object()?;
         for key in KEYS {
             if let Some(found) = object.get(key).filter(|found| found.is_object()) {
@@ -205,9 +214,9 @@ mod tests {
     fn more_special_methods_are_found_first() {
         for (index, method) in METHODS.iter().enumerate() {
             let names: Vec<_> = method.tensors.iter().map(|tensor| format!("q_proj.{tensor}")).collect();
-            let found = QuantizedWeight::beside("q_proj.weight", |name| names.iter().any(|own| own == name));
+            let found = QuantizationSigns::beside("q_proj.weight", |name| names.iter().any(|own| own == name));
             assert_eq!(found.and_then(|found| found.method), Some(method.name), "method {index}");
         }
-        assert_eq!(QuantizedWeight::beside("q_proj.weight", |name| name == "k_proj.qweight"), None);
+        assert_eq!(QuantizationSigns::beside("q_proj.weight", |name| name == "k_proj.qweight"), None);
     }
 }

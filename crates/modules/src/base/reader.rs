@@ -9,7 +9,7 @@ use candle_nn::{Linear, VarBuilder};
 
 use super::expect::{fits_in_memory, floats_on, floats_text};
 use super::facts::{Fact, has_integers, is_claimed_by_all};
-use super::quantization::QuantizedWeight;
+use super::quantization::QuantizationSigns;
 use super::shard::{HeadCounts, HeadShard, Heads, Share};
 use super::spec::{NO_BIAS, ParameterSpec};
 
@@ -221,7 +221,7 @@ impl<'a> ParameterReader<'a> {
     fn refuse_quantized(&self, name: &str) -> Result<()> {
         let is_opened = Fact::Opened.is_known_of(&self.vb);
         let full_name = self.full_name(name);
-        if let Some(found) = QuantizedWeight::beside(name, |beside| self.has(beside)) {
+        if let Some(found) = QuantizationSigns::beside(name, |beside| self.has(beside)) {
             // The error of an opened file is its builder's, which knows dtypes and the config too.
             return if is_opened { Ok(()) } else { self.fail(format!("{full_name} {found}")) };
         }

@@ -9,7 +9,7 @@ use half::f16;
 use super::k_quants::KQuantCodes;
 use super::product::{choose_instruction_set, kernel_error, pack};
 use super::{OP, PackedLinear, Weight};
-use crate::base::{Dim, Expect, check_memory};
+use crate::base::{Dim, Expect, QuantizedWeight, check_memory};
 use candle_attention_kernels::linear::{CODE_BLOCK, Codes, PackedWeight, Scales, WeightShape};
 
 impl PackedLinear {
@@ -72,6 +72,16 @@ impl PackedLinear {
             None => pack(&weight.dequantize(&device)?.to_dtype(dtype)?, choose_instruction_set(None, dtype)?)?,
         };
         build(Weight::Packed(packed.into()), dtype)
+    }
+}
+
+impl PackedLinear {
+    /// Packs a quantised weight, with `bias` (out,) in f32, for inputs in f32.
+    ///
+    /// # Errors
+    /// For a bias of another shape or dtype, and if memory is short.
+    pub fn from_quantized(weight: &QuantizedWeight, bias: Option<&Tensor>) -> Result<Self> {
+        Self::new(&weight.dequantize()?, bias)
     }
 }
 

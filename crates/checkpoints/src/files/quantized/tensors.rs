@@ -1,0 +1,81 @@
+//! The tensors of a module, as they are in files.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Result, bail};
+use half::{bf16, f16};
+use safetensors::Dtype;
+
+use crate::files::raw::RawTensor;
+use candle_attention_modules::base::GroupNumbers;
+
+/// Tensors by their names below a module.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Tensors(BTreeMap<String, RawTensor>);
+
+impl Tensors {
+    pub(super) fn insert(&mut self, name: &str, tensor: RawTensor) {
+        self.0.insert(name.to_string(), tensor);
+    }
+
+    /// Returns some of the tensors.
+    pub(super) fn only(&self, names: &[&str]) -> Self {
+        Self(
+            self.0
+                .iter()
+                .filter(|(name, _)| names.contains(&name.as_str()))
+                .map(|(n, t)| (n.clone(), t.clone()))
+                .collect(),
+        )
+    }
+
+    /// Returns a tensor that is there.
+    pub(super) fn get(&self, name: &str) -> Option<&RawTensor> {
+        self.0.get(name)
+    }
+
+    /// Returns the shape of a matrix; `None` where it is not there or has other dimensions.
+    pub(super) fn matrix(&self, name: &str) -> Option<[usize; 2]> {
+        <[usize; 2]>::try_from(self.0.get(name)?.shape.as_slice()).ok()
+    }
+
+    fn find(&self, name: &str) -> Result<&RawTensor> {
+        match self.0.get(name) {
+            Some(tensor) => Ok(tensor),
+            None => bail!("[weights] the tensor {name} of a quantised layer is missing"),
+        }
+    }
+
+    /// Reads the bytes of a tensor.
+    pub(super) fn bytes(&self, name: &str) -> Result<Vec<u8>> {
+        self.find(name)?.read()
+    }
+
+    /// Reads a tensor of floats as numbers of groups, in the order in which they are stored.
+    pub(super) fn numbers(&self, name: &str) -> Result<GroupNumbers> {
+        let tensor = self.find(name)?;
+        let bytes = tensor.read()?;
+        let pairs = || bytes.chunks_exact(2).map(|own| [own[0], own[1]]);
+        Ok(match tensor.dtype {
+            Dtype::F16 => GroupNumbers::F16(pairs().map(f16::from_le_bytes).collect()),
+            Dtype::BF16 => GroupNumbers::BF16(pairs().map(bf16::from_le_bytes).collect()),
+            Dtype::F32 => GroupNumbers::F32(self.f32(name)?),
+            other => bail!("[weights] {name} has dtype {other:?}, expected F16, BF16 or F32"),
+        })
+    }
+
+    /// Reads a tensor of floats as f32.
+    pub(super) fn f32(&self, name: &str) -> Result<Vec<f32>> {
+        let tensor = self.find(name)?;
+        let bytes = tensor.read()?;
+        let pairs = || bytes.chunks_exact(2).map(|own| [own[0], own[1]]);
+        Ok(match tensor.dtype {
+            Dtype::F32 => {
+                bytes.chunks_exact(4).map(|own| f32::from_le_bytes([own[0], own[1], own[2], own[3]])).collect()
+            }
+            Dtype::F16 => pairs().map(|own| f16::from_le_bytes(own).to_f32()).collect(),
+            Dtype::BF16 => pairs().map(|own| bf16::from_le_bytes(own).to_f32()).collect(),
+            other => bail!("[weights] {name} has dtype {other:?}, expected F16, BF16 or F32"),
+        })
+    }
+}
