@@ -126,7 +126,7 @@ impl Nvrtc {
         }))
     }
 
-    /// Takes a library that was opened.
+    /// Returns NVRTC over a library that was opened at `path`.
     fn new(library: Library, path: &Path) -> Result<Self, Unsupported> {
         let functions =
             Functions::of(&library).map_err(|_| Unsupported::new("it lacks functions that NVRTC has since 11.2"))?;

@@ -189,7 +189,7 @@ impl Weight {
         PackedLinear::from_qtensor(self.weight, self.bias.as_ref())
     }
 
-    /// Packs the weight as one projection.
+    /// Packs the weight, and returns it as a list of one projection.
     pub fn columns(self) -> Result<Vec<PackedProjection>> {
         let outputs = Outputs { count: self.out_dim(), has_bias: self.bias.is_some() };
         Ok(PackedProjection::split(self.pack()?, [outputs]))

@@ -23,7 +23,7 @@ columns! {
     /// The default of `max_position_embeddings`.
     context: usize = 2048,
     style: RopeStyle = RopeStyle::RotateHalf,
-    /// Whether LongRoPE is the only scaling, under two more names (Phi 3).
+    /// Whether LongRoPE is the only scaling, which configs of Phi 3 also call `su` or `yarn`.
     long_rope_only: bool = false,
     /// Whether `rope_parameters` may also be one object for layers of all kinds. Its scaling is for the layers without
     /// a window.

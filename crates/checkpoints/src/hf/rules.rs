@@ -304,7 +304,7 @@ pub(super) fn diffusion_gemma_full(fields: &Fields, cfg: Config) -> Result<Confi
     Ok(if is_full(&cfg) { cfg.with_kv_sharing(KvSharing::KeysAsValues) } else { cfg })
 }
 
-/// Reads the heads of the layers of EmbeddingGemma 2 that attend to all keys. Their keys are never values.
+/// Reads the head counts of EmbeddingGemma 2 for its layers without a window. These layers have a value projection.
 pub(super) fn embedding_gemma_full(fields: &Fields, cfg: Config) -> Result<Config> {
     let key_heads = fields.get_or("num_global_key_value_heads", 1)?;
     with_full_heads(fields, cfg, Some(key_heads))

@@ -373,7 +373,8 @@ fn match_pattern<'a>(patterns: Option<&'a Map<String, Value>>, module: &str) -> 
     Ok(None)
 }
 
-/// Returns the number of a module's layer: the first number in the name that follows another part, or that follows one
+/// Returns the index of the layer that a module belongs to: the first number in its name that follows another part, or
+/// that follows one
 /// of `patterns`.
 fn layer_of(module: &str, patterns: &[String]) -> Option<usize> {
     let parts: Vec<_> = module.split('.').collect();

@@ -14,7 +14,7 @@ const ALL_LINEAR: &str = "all-linear";
 #[derive(Debug, Clone, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Modules {
-    /// The ends of names.
+    /// The last parts of the names of modules, such as `q_proj` or `self_attn.q_proj`.
     Names(Vec<String>),
     /// A regular expression for whole names, or `all-linear`.
     Pattern(WholeNames),

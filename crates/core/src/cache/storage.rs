@@ -73,7 +73,7 @@ pub(super) struct KvBuffers {
     d_v: usize,
 }
 
-/// Rows of one sequence of the buffers.
+/// A range of rows of one sequence in the buffers of keys and values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StoredRows {
     pub sequence: usize,

@@ -97,7 +97,8 @@ impl NewTokens {
         stored.iter().zip(&self.tokens).map(|(stored, tokens)| stored.start..stored.end + tokens.len()).collect()
     }
 
-    /// Returns where the queries of each sequence are located among its keys, which are at the positions `keys`.
+    /// Returns the placement of the queries of each sequence among its keys. `keys` are the positions of the keys of
+    /// each sequence.
     pub(super) fn placements(&self, keys: &[Range<usize>]) -> Vec<Placement> {
         let mut placements = Vec::with_capacity(keys.len());
         for ((&before, tokens), key_positions) in self.before.iter().zip(&self.tokens).zip(keys) {

@@ -214,7 +214,8 @@ impl AttentionMask {
         placement.cloned().unwrap_or_else(|| Placement::whole(t_q, t_kv))
     }
 
-    /// Checks that the mask fits `n` sequences, with the queries and keys of `sizes` for each sequence, or for all.
+    /// Checks that the mask fits `n` sequences. `sizes` has the numbers of queries and keys of each sequence, or one
+    /// entry for all sequences.
     pub(super) fn check(&self, n: usize, sizes: &[SequenceSize]) -> Result<()> {
         self.constraints.iter().try_for_each(|constraint| constraint.check(n, sizes))?;
         if let Some(placements) = &self.placements {

@@ -180,7 +180,7 @@ pub enum DenseNaming {
 pub enum Storage {
     /// An `nn.Linear`: `.weight` (out, in) and perhaps `.bias`.
     Linear,
-    /// The parameter itself.
+    /// A plain parameter by the name of the projection, without `.weight` and without a bias.
     Raw(Orientation),
 }
 

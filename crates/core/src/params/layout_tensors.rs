@@ -251,7 +251,7 @@ pub(super) enum Kind {
     Raw(Orientation),
     /// `_weight` (out, in), and perhaps `in_proj_bias` for all of q, k and v.
     InProj,
-    /// A linear layer whose bias begins with zeros.
+    /// The output projection of PyTorch's `MultiheadAttention`, a linear layer whose bias is initialised with zeros.
     OutProj,
     /// A bias alone, whose name is that of the module.
     Bias,

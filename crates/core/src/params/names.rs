@@ -90,7 +90,7 @@ impl DenseNaming {
 /// Names of models or programs that are typed instead of a layout, in lower case.
 struct Models {
     names: &'static [&'static str],
-    /// The layouts of their weights, for an error.
+    /// The layouts that the weights of these models have, as an error lists them.
     layouts: &'static str,
 }
 

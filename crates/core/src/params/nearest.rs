@@ -6,8 +6,9 @@ use candle_attention_modules::base::edits;
 /// The number of names and the length of a name up to which names are compared: the time grows with their product.
 const MOST: usize = 48;
 
-/// Returns the layout whose weights have the names nearest to `names`, if each weight of a layout has another name near
-/// it: one whose distance is at most half of the longer length, or a quarter for layouts of two weights.
+/// Returns the layout whose weight names are nearest to `names` by edit distance; `None` if no layout is near. A layout
+/// is near if each of its weight names has a different entry of `names` within half of the longer of both lengths, or
+/// within a quarter for layouts of two weights.
 pub fn nearest_layout(names: &[&str]) -> Option<WeightLayout> {
     let stems: Vec<&str> = names.iter().filter_map(|name| stem(name)).collect();
     if stems.len() > MOST || stems.iter().any(|stem| stem.len() > MOST) {

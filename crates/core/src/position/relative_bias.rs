@@ -289,8 +289,8 @@ impl RelativeBias {
         self.of_distances(behind, &[b, queries.t, keys.t])
     }
 
-    /// Returns the biases (B, H, ..) of keys at distances `behind` their queries, which are listed in the shape (B,
-    /// ..).
+    /// Returns the biases (B, H, ..) of pairs of a query and a key. `behind` lists, in the shape (B, ..), how far each
+    /// key is behind its query.
     fn of_distances(&self, behind: impl Iterator<Item = i64>, shape: &[usize]) -> Result<Tensor> {
         gathered(OP, &self.weight, behind.map(|behind| self.config.bucket(behind)), shape)?.transpose(0, 1)
     }

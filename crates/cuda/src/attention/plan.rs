@@ -19,7 +19,7 @@ pub enum Kernel {
     Forward,
     /// Few queries to many keys, which are split over blocks.
     Decode {
-        /// The parts of the keys.
+        /// The number of parts that the keys are divided into, each with separate blocks.
         splits: usize,
     },
 }

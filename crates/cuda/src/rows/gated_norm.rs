@@ -49,7 +49,7 @@ pub struct GatedNormGradients {
     pub weight: Tensor,
 }
 
-/// Returns the blocks of a head in the backward pass.
+/// Returns the number of blocks that share the tokens of one head in the backward pass.
 fn parts_of(shape: RowsShape) -> usize {
     shape.tokens().div_ceil(WARPS).min(MAX_PARTS)
 }

@@ -30,7 +30,7 @@ pub struct RotationCall {
     pub cosines: Tensor,
     /// f32 (rows, pairs), contiguous.
     pub sines: Tensor,
-    /// The rows of the angles of the tokens.
+    /// The row of the table of angles that each token reads.
     pub angle_rows: AngleRows,
     /// Whether a pair are two neighbouring columns; otherwise column n and column n + pairs.
     pub interleaved: bool,

@@ -18,7 +18,7 @@ pub(crate) struct BackwardKernels {
     pub delta: KernelShape,
     pub sinks: KernelShape,
     pub tiles: KernelShape,
-    /// The kernel of queries, or the one that converts the sums of the fused kernel.
+    /// The kernel of query gradients: one that computes them, or, after the fused kernel, one that converts its sums.
     pub query_gradients: KernelShape,
     pub key_gradients: KernelShape,
     pub bias: KernelShape,

@@ -189,7 +189,7 @@ impl GatedDeltaNet {
         Self::assemble(cfg, &reader, weights, parameters, convolution)
     }
 
-    /// Makes a layer of what was read.
+    /// Builds a layer from its loaded weights and parameters.
     fn assemble(
         cfg: &GatedDeltaNetConfig,
         reader: &ParameterReader,

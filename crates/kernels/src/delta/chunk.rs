@@ -70,10 +70,11 @@ impl Chunk {
         &self.products.words()[self.tokens * self.tokens..]
     }
 
-    /// Computes the rows and products of the tokens from `first` on in a block.
+    /// Fills the chunk from the tokens of a block from `first` on: their scaled rows, and the products between them.
     ///
     /// # Safety
-    /// The processor has the instruction set of V, whose lanes the rows are multiples of; the block has the tokens.
+    /// The processor has the instruction set of V. The width of a row is a multiple of V's lanes. The block has as many
+    /// tokens after `first` as the chunk.
     #[inline(always)]
     pub unsafe fn fill<V: Vector>(&mut self, block: &TokenRows, first: usize) {
         let n = self.tokens;

@@ -5,13 +5,13 @@ use crate::cpu::Layout;
 /// A width, D or D_v, in packed matrices.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PackedWidth {
-    /// The 32-bit words of a row as the depth of a product, padded to whole steps of depth.
+    /// The number of 32-bit words of a row, where the width is the depth of a product, padded to whole steps of depth.
     pub words: usize,
-    /// The words, padded to whole transposed squares.
+    /// `words`, padded to a multiple of the squares in which matrices are transposed.
     pub word_squares: usize,
-    /// The elements as the rows of a product, padded to whole groups.
+    /// The number of elements of a row, where the width is the rows of a product, padded to whole groups.
     pub rows: usize,
-    /// The rows, padded to whole transposed squares.
+    /// `rows`, padded to a multiple of the squares in which matrices are transposed.
     pub row_squares: usize,
 }
 

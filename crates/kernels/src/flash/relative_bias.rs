@@ -89,7 +89,7 @@ pub(super) struct RelativeBiasTable<'a> {
     heads: usize,
 }
 
-/// Columns of a tile whose biases of one key are successive words.
+/// Neighbouring columns (queries) of a tile whose biases for one key are neighbours in memory.
 pub(super) struct DiagonalRun {
     /// The first column.
     pub column: usize,

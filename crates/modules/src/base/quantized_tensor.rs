@@ -172,7 +172,7 @@ impl QuantizedWeight {
     /// If the tensor does not come from [`to_tensor`](Self::to_tensor).
     pub fn from_tensor(tensor: &Tensor) -> Result<Self> {
         let bytes = tensor.to_vec1::<u8>()?;
-        let read = |error| Error::msg(format!("[{OP}] the bytes are not those of a quantised weight: {error}"));
+        let read = |error| Error::msg(format!("[{OP}] expected the bytes of a quantised weight: {error}"));
         let (_, header) = SafeTensors::read_metadata(&bytes).map_err(read)?;
         let words = header.metadata().clone().unwrap_or_default();
         let parts = StoredParts { file: SafeTensors::deserialize(&bytes).map_err(read)?, words };

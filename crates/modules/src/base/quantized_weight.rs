@@ -68,7 +68,7 @@ pub enum GroupNumbers {
     F32(Vec<f32>),
     /// Whole numbers from 0 to 255.
     Whole(Vec<u8>),
-    /// Bytes that stand for the numbers of a table of 256.
+    /// Bytes that are places in a table of 256 numbers.
     Bytes {
         /// The bytes.
         bytes: Vec<u8>,
@@ -79,7 +79,7 @@ pub enum GroupNumbers {
     Nested {
         /// The whole numbers.
         numbers: Vec<u8>,
-        /// The whole number that stands for 0.
+        /// The whole number whose meaning is 0.
         middle: u8,
         /// The factors, (out, in / group / groups_of_factor).
         factors: Vec<f16>,
@@ -96,7 +96,7 @@ impl Float8 {
         let magnitude = code & 0x7f;
         match self {
             Self::E4M3 if magnitude == 0x7f => f32::NAN,
-            // The exponent and the mantissa at their places in f32, with a bias of 127 in the place of 7.
+            // The exponent and the mantissa at their places in f32, read with the bias of f32, 127, instead of 7.
             Self::E4M3 => sign * f32::from_bits(u32::from(magnitude) << 20) * 2f32.powi(120),
             Self::E5M2 => f16::from_bits(u16::from(code) << 8).to_f32(),
         }
@@ -230,7 +230,7 @@ impl QuantizedWeight {
     /// Returns the weight if its parts fit each other.
     ///
     /// # Errors
-    /// For other bits than those of [`bits`](Self::bits), a group that does not divide the inputs, lists of other
+    /// For other bits than [`bits`](Self::bits) lists, a group that does not divide the inputs, lists of other
     /// lengths than the shape says, a code that exceeds its bits, and an order that does not have each input once.
     pub fn checked(self) -> Result<Self> {
         let Self { outputs, inputs, bits, group, .. } = self;

@@ -9,10 +9,10 @@ use candle_core::{Device, Result, Shape, Tensor, WithDType};
 /// The lists that are kept, the latest first.
 static UPLOADS: Mutex<VecDeque<Upload>> = Mutex::new(VecDeque::new());
 
-/// The largest number of lists that are kept, on all devices.
+/// The number of lists that the cache of uploads keeps, counted over all devices.
 const MOST_LISTS: usize = 32;
 
-/// The length from which a list is not kept, so that all of them take 8 MiB at most.
+/// The length from which a list is not cached, so that the whole cache takes 8 MiB at most.
 const MOST_ENTRIES: usize = 1 << 16;
 
 /// A list and its copy on a device.

@@ -32,7 +32,7 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
         return Ok(None);
     }
     let settings = module.settings.object();
-    // A module may have settings of its own.
+    // Settings by module have priority.
     let own = &settings[module.name];
     let number = |key: &str| own[key].as_u64().or_else(|| settings[key].as_u64());
     let (Some(bits), Some(group)) = (number("bits"), number("group_size")) else {

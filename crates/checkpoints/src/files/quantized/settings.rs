@@ -1,4 +1,4 @@
-//! What the config of a model says of its quantisation.
+//! The settings of quantisation in the config of a model.
 
 use serde_json::Value;
 

@@ -68,9 +68,10 @@ pub enum RopeScaling {
     /// LongRoPE (<https://arxiv.org/abs/2402.13753>): each frequency is divided by an entry of a list. There is one
     /// list for calls of up to `original_context` positions, and one for longer calls.
     LongRope {
-        /// r/2 divisors for calls of at most `original_context` positions.
+        /// The divisors of the frequencies, r/2 for r rotated dimensions, in calls of at most `original_context`
+        /// positions.
         short_factor: Vec<f64>,
-        /// r/2 divisors for longer calls.
+        /// The divisors of the frequencies, r/2, in longer calls.
         long_factor: Vec<f64>,
         /// The number of positions in the training.
         original_context: usize,

@@ -66,7 +66,8 @@ impl KernelCall {
         if strides[2] > strides[1] { OutputLayout::Bthd } else { OutputLayout::Bhtd }
     }
 
-    /// Computes the gradients of the inputs that are tracked. The output and its gradient are as they are stored.
+    /// Computes the gradients of the inputs that are tracked, from the output and its gradient in the output layout of
+    /// the call.
     fn gradients<E: Element>(
         &self,
         softmax_stats: &[SoftmaxStats],

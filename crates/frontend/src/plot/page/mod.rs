@@ -315,8 +315,9 @@ fn floats(tensor: &Tensor, what: &str, shape: &[usize]) -> Result<Vec<f32>> {
     to_vec(tensor)
 }
 
-/// Appends the square roots of weights in whole steps of `SIZE` bytes, so that small weights keep their digits: 0 is
-/// for 0 alone, the last code for what is not finite, the one before it for 1.
+/// Appends weights as unsigned integers of `SIZE` bytes, proportional to their square roots, so that small weights keep
+/// their digits. 0 is the code of a weight of 0 alone, the largest integer the code of a weight that is not finite, and
+/// the integer before it the code of 1.
 fn extend_with_codes<const SIZE: usize>(bytes: &mut Vec<u8>, name: &str, weights: &[f32]) -> Result<()> {
     let last = (1u32 << (8 * SIZE)) - 1;
     for &weight in weights {

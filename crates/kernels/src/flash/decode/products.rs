@@ -23,7 +23,7 @@ const MAX_VECTORS: usize = 8;
 pub(super) struct Products {
     pub kv: KvHead,
     pub keys: Range<usize>,
-    /// R.
+    /// The number R of query heads that read one key head.
     pub group: usize,
     /// (keys, R), rounded up to a vector: takes the scores, or contains the weights.
     pub scores_or_weights: *mut f32,

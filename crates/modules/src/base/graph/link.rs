@@ -42,19 +42,21 @@ use candle_core::{Result, Shape, Tensor, TensorId};
 
 use super::mailbox::{Mailbox, NOTHING, no_gradient};
 
-/// The entries of a link: one for the result itself, and the others for operations that use the result. Further
-/// operations use the result as Candle's operations do.
+/// The number of entries of a link: one for the result itself, and one for each operation of this crate that uses the
+/// result. Operations past that number have the result as their operand, as Candle's operations do.
 pub(super) const ENTRIES: usize = 8;
 
-/// The elements from which on a result has a link. The sums of smaller gradients take less time than a node.
+/// The number of elements from which a result has a link. For a smaller result, the sums of its gradients take less
+/// time than another node.
 pub(super) const MIN_ELEMENTS: usize = 1 << 14;
 
-/// A tensor in Candle's graph that takes the gradients of a result as messages.
+/// The link of a result on the CPU: a node of Candle's graph that operations of this crate have as an operand instead
+/// of the result.
 pub(super) struct MessageLink {
-    /// ([`ENTRIES`],).
+    /// The tensor of the node, ([`ENTRIES`],). Its gradients are the numbers of messages.
     pub numbers: Tensor,
     mailbox: Mailbox<Tensor>,
-    /// The entries that are taken.
+    /// The number of entries that have a user.
     taken: AtomicUsize,
 }
 

@@ -144,7 +144,8 @@ fn with_placeholder(
     Ok(result)
 }
 
-/// The result of an operation, for the backward pass of its link, which is in the graph before the result.
+/// A copy of the result, without its node, for the backward pass of the link. The link is made before the result, so
+/// that the copy is set later.
 #[derive(Clone, Default)]
 struct StoredResult(Arc<OnceLock<Tensor>>);
 
