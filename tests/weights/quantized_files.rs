@@ -26,7 +26,7 @@ struct Case {
     want: BTreeMap<String, Want>,
 }
 
-/// What a dequantised weight is, in f32.
+/// A dequantised weight, in f32.
 #[derive(Deserialize)]
 struct Want {
     shape: Vec<usize>,

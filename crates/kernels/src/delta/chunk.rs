@@ -73,8 +73,8 @@ impl Chunk {
     /// Fills the chunk from the tokens of a block from `first` on: their scaled rows, and the products between them.
     ///
     /// # Safety
-    /// The processor has the instruction set of V. The width of a row is a multiple of V's lanes. The block has as many
-    /// tokens after `first` as the chunk.
+    /// The processor has the instruction set of V. The width of a row is a multiple of V's lanes. The block has the
+    /// tokens of the chunk from `first` on.
     #[inline(always)]
     pub unsafe fn fill<V: Vector>(&mut self, block: &TokenRows, first: usize) {
         let n = self.tokens;
