@@ -15,6 +15,7 @@ mod images;
 mod long_context;
 mod page;
 mod process;
+mod quantized;
 #[path = "../../examples/image_embedding/resample.rs"]
 #[allow(dead_code, reason = "the program's part")]
 mod resample;

@@ -1,11 +1,15 @@
-"""Writes tests/weights/quantized/mlx_*: layers that MLX quantised in the mode `affine`.
+"""Writes tests/weights/quantized/mlx_*: layers that MLX quantised in the mode `affine`, and a whole model of mlx-lm with
+an embedding that is quantised too.
 
-    pip install mlx[cpu] numpy safetensors
+    pip install mlx[cpu] mlx-lm numpy safetensors
     python mlx_affine.py
 """
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
 
 import common
 
@@ -25,6 +29,27 @@ def write(name, bits, group_size, dtype):
     common.write_want(name, want)
 
 
+def write_whole(name, bits, group_size):
+    """Quantises a whole model, as `mlx_lm.convert` does, and records its logits."""
+    settings = {"group_size": group_size, "bits": bits}
+    own = common.config(quantization=settings, quantization_config=settings)
+    model = llama.Model(llama.ModelArgs.from_dict(own))
+    model.load_weights([(key, mx.array(numbers)) for key, numbers in common.whole_model(bits).items()])
+    nn.quantize(model, **settings)
+    want = {}
+    for module_name, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+        if hasattr(module, "scales"):
+            whole = mx.dequantize(module.weight, module.scales, module.biases, **settings)
+            want[f"{module_name}.weight"] = numpy.array(whole)
+    mx.save_safetensors(
+        str(common.folder(name) / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
+    )
+    common.write_config(name, own)
+    common.write_want(name, want)
+    common.write_logits(name, numpy.array(model(mx.array([common.IDS]))[0]))
+
+
 mx.set_default_device(mx.cpu)
 for bits, group_size, dtype in [(4, 32, mx.bfloat16), (8, 64, mx.float16), (3, 64, mx.float16), (6, 32, mx.bfloat16)]:
     write(f"mlx_{bits}_bits", bits, group_size, dtype)
+write_whole("mlx_whole_4_bits", 4, 32)
