@@ -40,7 +40,8 @@ pub fn run(bytes: &[u8]) {
         let _ = gguf::load_decoder_attention(&content, &mut reader, layer, device);
         let _ = gguf::load_cross_attention(&content, &mut reader, layer, device);
     }
-    for name in content.tensor_infos.keys().filter_map(|name| name.strip_suffix(".weight")) {
+    for name in gguf::tensor_names(&content).filter_map(|name| name.strip_suffix(".weight")) {
+        let _ = gguf::load_expert(&content, &mut reader, name, 1, device);
         let _ = gguf::load_linear(&content, &mut reader, name, device);
         for part in [LinearShard::Outputs(vec![1..2, 0..1]), LinearShard::Inputs { range: 0..32, has_bias: true }] {
             let _ = gguf::load_linear_part(&content, &mut reader, name, &part, device);
@@ -48,7 +49,9 @@ pub fn run(bytes: &[u8]) {
     }
     let content = Arc::new(content);
     let vb = gguf::var_builder(content.clone(), reader, DType::F32, device);
-    for (name, info) in &content.tensor_infos {
-        let _ = vb.get(info.shape.clone(), name);
+    for name in gguf::tensor_names(&content) {
+        if let Some(info) = gguf::tensor_info(&content, name) {
+            let _ = vb.get(info.dims, name);
+        }
     }
 }

@@ -234,7 +234,7 @@ fn gguf_tensors_that_latent_or_linear_layers_cannot_use_are_named() -> Result<()
     Ok(())
 }
 
-/// Checks the errors of one part of a model that is in several files, and of a type that Candle does not have.
+/// Checks the errors of one part of a model that is in several files, and of a tensor of another type.
 #[test]
 fn gguf_part_of_a_model_is_named_in_errors() -> Result<()> {
     let mut file = File::llama()?;
@@ -256,8 +256,12 @@ fn gguf_part_of_a_model_is_named_in_errors() -> Result<()> {
     let place = bytes.windows(name.len()).position(|window| window == name).expect("the name");
     // After the name: the number of dimensions, two of them, the type.
     let dtype = place + name.len() + 4 + 2 * 8;
-    bytes[dtype..dtype + 4].copy_from_slice(&39u32.to_le_bytes());
-    let text_of_type = error_text(gguf::read(&mut std::io::Cursor::new(bytes)));
-    assert!(text_of_type.contains("a tensor has type 39"), "{text_of_type}");
+    for (number, expected) in [(39u32, "expected whole blocks of 32 numbers of MXFP4"), (9, "has type 9 (Q8_1")] {
+        bytes[dtype..dtype + 4].copy_from_slice(&number.to_le_bytes());
+        let mut reader = std::io::Cursor::new(bytes.clone());
+        let content = gguf::read(&mut reader)?;
+        let text_of_type = error_text(gguf::load_attention(&content, &mut reader, 0, &DEVICE));
+        assert!(text_of_type.contains(expected) && text_of_type.contains("blk.0.attn_q.weight"), "{text_of_type}");
+    }
     Ok(())
 }

@@ -7,6 +7,8 @@ mod gguf;
 mod gguf_forms;
 mod gguf_metadata;
 mod gguf_models;
+mod gguf_parts;
+mod gguf_types;
 mod golden;
 mod integers;
 mod linear;

@@ -3,6 +3,7 @@
 pub mod base;
 mod cuda_gate;
 pub mod gate;
+pub mod ggml;
 pub mod init;
 pub mod linear;
 pub mod norm;

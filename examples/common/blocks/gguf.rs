@@ -1,32 +1,29 @@
-//! A GGUF file, whose weights keep their quantised types.
+//! A GGUF file, in one or more parts, whose weights keep their quantised types.
 
-use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use candle_attention::gguf::{self, LinearShard};
+use candle_attention::gguf::{self, LinearShard, PartsReader};
 use candle_attention::{HeadShard, MultiHeadAttention, PackedLinear};
 use candle_core::quantized::gguf_file::Content;
-use candle_core::{DType, Device, Error, Result};
+use candle_core::{DType, Device, Result};
 
 use super::weights::{Sharding, Weights, shard_range};
 
 pub struct Gguf {
-    path: PathBuf,
+    reader: PartsReader,
     pub content: Arc<Content>,
     device: Device,
 }
 
 impl Gguf {
     pub fn open(path: &Path, device: &Device) -> Result<Self> {
-        let failed = |error| Error::Msg(format!("[causal_lm] cannot read {}: {error}", path.display()));
-        let content = File::open(path).map_err(Error::from).and_then(|mut file| gguf::read(&mut file));
-        let content = content.map_err(failed)?.into();
-        Ok(Self { path: path.into(), content, device: device.clone() })
+        let file = gguf::open(path)?;
+        Ok(Self { reader: file.reader, content: file.content.into(), device: device.clone() })
     }
 
-    fn reader(&self) -> Result<File> {
-        Ok(File::open(&self.path)?)
+    fn reader(&self) -> Result<PartsReader> {
+        self.reader.reopen()
     }
 
     pub fn weights(&self, dtype: DType) -> Result<Weights<'_>> {
@@ -45,15 +42,15 @@ impl Gguf {
 
     /// Returns the number of tokens that have an embedding.
     pub fn vocabulary(&self) -> Option<usize> {
-        self.content.tensor_infos.get("token_embd.weight").and_then(|info| info.shape.dims().first().copied())
+        gguf::tensor_info(&self.content, "token_embd.weight").and_then(|info| info.dims.first().copied())
     }
 
     /// Loads a linear layer, or the shard of one rank.
     pub fn linear(&self, name: &str, shard: Option<HeadShard>, sharding: Option<Sharding>) -> Result<PackedLinear> {
         let mut reader = self.reader()?;
-        let weight = self.content.tensor_infos.get(&format!("{name}.weight")).map(|info| info.shape.dims());
+        let weight = gguf::tensor_info(&self.content, &format!("{name}.weight")).map(|info| info.dims);
         let range = |len: usize| shard.map_or(0..len, |shard| shard_range(shard, len, true));
-        let part = match (sharding, weight) {
+        let part = match (sharding, weight.as_deref()) {
             (Some(Sharding { dim: 1, .. }), Some(&[_, inputs])) if shard.is_some() => {
                 LinearShard::Inputs { range: range(inputs), has_bias: shard.is_some_and(|shard| shard.rank() == 0) }
             }

@@ -4,6 +4,7 @@ use candle_core::quantized::gguf_file::Value;
 use candle_core::{Result, bail};
 use serde_json::json;
 
+use super::header::has_tensor;
 use super::metadata::{
     ATTENTION_FACTOR, DEFAULT_BASE, Fields, Metadata, is_set, kinds_by_window, set_key_heads, shown, whole,
 };
@@ -34,7 +35,7 @@ impl Metadata<'_> {
                 fields.insert(name.into(), json!(flag));
             }
         }
-        fields.insert("tie_word_embeddings".into(), json!(!self.content.tensor_infos.contains_key("output.weight")));
+        fields.insert("tie_word_embeddings".into(), json!(!has_tensor(self.content, "output.weight")));
         for name in ["bos_token_id", "eos_token_id"] {
             if let Some(found) = self.content.metadata.get(&format!("tokenizer.ggml.{name}")) {
                 let Some(id) = whole(found) else {
@@ -59,7 +60,7 @@ impl Metadata<'_> {
         set("hidden_size", json!(self.required("embedding_length")?));
         set("num_attention_heads", json!(num_heads));
         set("head_dim", json!(self.count("attention.key_length")?));
-        let has_qk_norm = self.content.tensor_infos.contains_key("blk.0.attn_q_norm.weight");
+        let has_qk_norm = has_tensor(self.content, "blk.0.attn_q_norm.weight");
         for name in ["use_qk_norm", "qk_layernorm"] {
             set(name, json!(has_qk_norm));
         }
@@ -158,7 +159,7 @@ impl Metadata<'_> {
                     .fail(format!("rope.scaling.type is {other:?}, expected one of: none, linear, yarn, longrope"));
             }
         };
-        let has_factors = ROPE_FACTORS.iter().any(|name| self.content.tensor_infos.contains_key(*name));
+        let has_factors = ROPE_FACTORS.iter().any(|name| has_tensor(self.content, name));
         if let Some(scale) = self.number(ATTENTION_FACTOR)?.filter(|&scale| scale != 1.0)
             && !(kind == "default" && has_factors)
         {

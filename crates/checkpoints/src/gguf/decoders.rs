@@ -3,6 +3,7 @@
 use candle_core::Result;
 use serde_json::json;
 
+use super::header::{has_tensor, tensor_info};
 use super::hybrid::{kinds_by_key_heads, scale_yarn};
 use super::metadata::{DEFAULT_BASE, Fields, FullLayer, Metadata, kinds_by_window, set_key_heads};
 
@@ -102,8 +103,7 @@ pub(super) fn gemma4(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
         return metadata.fail("the metadata has no attention.sliding_window_pattern");
     };
     let Some(key_heads) = metadata.per_layer("attention.head_count_kv")? else { return Ok(()) };
-    let has =
-        |part: &str, layer| metadata.content.tensor_infos.contains_key(&format!("blk.{layer}.attn_{part}.weight"));
+    let has = |part: &str, layer| has_tensor(metadata.content, &format!("blk.{layer}.attn_{part}.weight"));
     for (layer, (has_window, heads)) in window_flags.into_iter().zip(key_heads).enumerate() {
         if has_window {
             set_key_heads(fields, heads);
@@ -122,8 +122,8 @@ pub(super) fn laguna(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
     windows_of_four(metadata, fields, FullLayer::First)?;
     rope_by_kind_or_same(metadata, fields)?;
     let Some(heads) = metadata.per_layer("attention.head_count")? else { return Ok(()) };
-    let gate = metadata.content.tensor_infos.get("blk.0.attn_gate.weight");
-    let rows = gate.and_then(|info| info.shape.dims().first().copied());
+    let gate = tensor_info(metadata.content, "blk.0.attn_gate.weight");
+    let rows = gate.and_then(|info| info.dims.first().copied());
     fields.insert("gating".into(), json!(if rows == heads.first().copied() { "per-head" } else { "per-element" }));
     fields.insert("num_attention_heads_per_layer".into(), json!(heads));
     Ok(())

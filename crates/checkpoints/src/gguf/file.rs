@@ -1,14 +1,16 @@
-//! Reads a GGUF file: its header, its tensors, and quantised weights, whole, joined and in part.
+//! Reads the tensors of a GGUF file, and quantised weights, whole, joined and in part.
 
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
 
 use candle_core::quantized::gguf_file::Content;
-use candle_core::quantized::{QStorage, QTensor};
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::header::{TensorInfo, has_tensor};
+use super::stored::StoredTensor;
 use candle_attention_core::internal::ProjectionShape;
-use candle_attention_modules::base::{is_addressable, root};
+use candle_attention_modules::base::is_addressable;
+use candle_attention_modules::ggml::GgmlType;
 use candle_attention_modules::linear::{Outputs, PackedLinear, PackedProjection};
 
 /// Returns the end of an error about a file that is one part of several; "" for a whole file.
@@ -32,23 +34,51 @@ pub(super) struct File<'a, R> {
 impl<R: Read + Seek> File<'_, R> {
     /// Returns whether the file has a tensor of this name.
     pub fn has(&self, name: &str) -> bool {
-        self.content.tensor_infos.contains_key(name)
+        has_tensor(self.content, name)
+    }
+
+    /// Returns the description of a tensor; `None` if the file does not have it.
+    pub fn info(&self, name: &str) -> Option<TensorInfo> {
+        TensorInfo::find(self.content, name)
     }
 
     /// Reads a tensor.
-    pub fn tensor(&mut self, name: &str) -> Result<QTensor> {
-        let Some(info) = self.content.tensor_infos.get(name) else { bail!("[gguf] {name} is missing") };
-        // Candle casts the bytes of a tensor to blocks, and the bytes of an empty tensor are not aligned.
-        if info.shape.dims().contains(&0) {
-            bail!("[gguf] {name} has shape {:?}, expected dimensions of at least 1", info.shape)
+    pub fn tensor(&mut self, name: &str) -> Result<StoredTensor> {
+        let Some(info) = self.info(name) else { bail!("[gguf] {name} is missing") };
+        let place = Blocks::of(name, &info)?;
+        self.read(name, place, info.dims)
+    }
+
+    /// Reads one of the tensors (out, in) that a tensor (count, out, in) consists of, such as the weight of an expert.
+    pub fn slice(&mut self, name: &str, index: usize) -> Result<StoredTensor> {
+        let Some(info) = self.info(name) else { bail!("[gguf] {name} is missing{}", of_part(self.content)) };
+        let &[count, outputs, inputs] = info.dims.as_slice() else {
+            bail!("[gguf] {name} has shape {:?}, expected (experts, out, in)", info.dims)
+        };
+        if index >= count {
+            bail!("[gguf] {name} has {count} experts, expected one with the index {index}")
         }
-        // Candle compares the size with the size of the file before it allocates.
-        if !is_addressable(info.shape.dims()) {
-            bail!("[gguf] {name} has shape {:?}, which is too large to address", info.shape)
+        let whole = Blocks::of(name, &info)?;
+        let bytes = whole.bytes / count;
+        let own = Blocks { offset: whole.offset.saturating_add((index * bytes) as u64), bytes, ..whole };
+        self.read(name, own, vec![outputs, inputs])
+    }
+
+    /// Reads the blocks of a tensor.
+    fn read(&mut self, name: &str, blocks: Blocks, dims: Vec<usize>) -> Result<StoredTensor> {
+        let start = self.content.tensor_data_offset.saturating_add(blocks.offset);
+        let size = self.reader.seek(SeekFrom::End(0))?;
+        let remaining = size.saturating_sub(start);
+        if blocks.bytes as u64 > remaining {
+            bail!(
+                "[gguf] {name}: tensor needs {} bytes at offset {start}, only {remaining} remaining in file",
+                blocks.bytes
+            )
         }
-        self.content
-            .tensor(self.reader, name, self.device)
-            .map_err(|error| Error::msg(format!("[gguf] {name}: {}", root(&error))))
+        let mut data = vec![0; blocks.bytes];
+        self.reader.seek(SeekFrom::Start(start))?;
+        self.reader.read_exact(&mut data)?;
+        Ok(StoredTensor { kind: blocks.kind, dims, data })
     }
 
     /// Reads `name.weight` (out, in), and `name.bias` (out,) if `has_bias` is true.
@@ -58,17 +88,36 @@ impl<R: Read + Seek> File<'_, R> {
         if has_bias {
             bias = Some(self.numbers(&format!("{name}.bias"), &[shape.outputs])?);
         }
-        Ok(Weight { weight, bias })
+        Ok(Weight { weight, bias, device: self.device.clone() })
+    }
+
+    /// Reads the linear layer of one expert of `name.weight` (experts, out, in), and its bias if the file has
+    /// `name.bias` (experts, out).
+    pub fn expert(&mut self, name: &str, expert: usize) -> Result<Weight> {
+        let weight = self.slice(&format!("{name}.weight"), expert)?;
+        let mut bias = None;
+        if self.has(&format!("{name}.bias")) {
+            let biases = self.tensor(&format!("{name}.bias"))?.dequantize(self.device)?;
+            match *biases.dims() {
+                [experts, outputs] if expert < experts && outputs == weight.rows() => bias = Some(biases.get(expert)?),
+                _ => bail!(
+                    "[gguf] {name}.bias has shape {:?}, expected one for each expert and each of {} outputs",
+                    biases.dims(),
+                    weight.rows()
+                ),
+            }
+        }
+        Ok(Weight { weight, bias, device: self.device.clone() })
     }
 
     /// Reads a linear layer of any shape, and its bias if the file has one.
     pub fn linear(&mut self, name: &str) -> Result<Weight> {
         let weight = format!("{name}.weight");
         let has_bias = self.has(&format!("{name}.bias"));
-        match self.content.tensor_infos.get(&weight).map(|info| info.shape.dims()) {
-            Some(&[outputs, inputs]) => self.weight(name, ProjectionShape { outputs, inputs }, has_bias),
-            Some(found) => bail!("[gguf] {weight} has shape {found:?}, expected (out, in)"),
-            None => bail!("[gguf] {weight} is missing{}", of_part(self.content)),
+        let Some(info) = self.info(&weight) else { bail!("[gguf] {weight} is missing{}", of_part(self.content)) };
+        match *info.dims.as_slice() {
+            [outputs, inputs] => self.weight(name, ProjectionShape { outputs, inputs }, has_bias),
+            _ => bail!("[gguf] {weight} has shape {:?}, expected (out, in)", info.dims),
         }
     }
 
@@ -78,14 +127,49 @@ impl<R: Read + Seek> File<'_, R> {
     }
 
     /// Reads a tensor of this shape.
-    pub fn shaped(&mut self, name: &str, shape: &[usize]) -> Result<QTensor> {
-        match self.content.tensor_infos.get(name) {
+    pub fn shaped(&mut self, name: &str, shape: &[usize]) -> Result<StoredTensor> {
+        match self.info(name) {
             None => bail!("[gguf] {name} is missing, expected shape {shape:?}{}", of_part(self.content)),
-            Some(info) if info.shape.dims() != shape => {
-                bail!("[gguf] {name} has shape {:?}, expected {shape:?}", info.shape)
-            }
+            Some(info) if info.dims != shape => bail!("[gguf] {name} has shape {:?}, expected {shape:?}", info.dims),
             Some(_) => self.tensor(name),
         }
+    }
+}
+
+/// The blocks of a tensor, or of a part of it.
+#[derive(Clone, Copy)]
+pub(super) struct Blocks {
+    pub kind: &'static GgmlType,
+    /// The number of bytes from the beginning of the file's tensors.
+    pub offset: u64,
+    pub bytes: usize,
+}
+
+impl Blocks {
+    /// Returns the blocks of a tensor.
+    ///
+    /// # Errors
+    /// For a type that is not read, and for a shape that no tensor can have.
+    pub fn of(name: &str, info: &TensorInfo) -> Result<Self> {
+        let dims = &info.dims;
+        let Some(kind) = GgmlType::find(info.type_number) else {
+            bail!(
+                "[gguf] {name} has {}, expected one of: {}",
+                GgmlType::describe(info.type_number),
+                GgmlType::all().map(|known| known.name).collect::<Vec<_>>().join(", ")
+            )
+        };
+        if dims.contains(&0) {
+            bail!("[gguf] {name} has shape {dims:?}, expected dimensions of at least 1")
+        }
+        if !is_addressable(dims) {
+            bail!("[gguf] {name} has shape {dims:?}, which is too large to address")
+        }
+        if !dims.last().unwrap_or(&1).is_multiple_of(kind.block) {
+            bail!("[gguf] {name} has shape {dims:?}, expected whole blocks of {} numbers of {}", kind.block, kind.name)
+        }
+        let count: usize = dims.iter().product();
+        Ok(Self { kind, offset: info.offset, bytes: count / kind.block * kind.bytes })
     }
 }
 
@@ -106,8 +190,9 @@ pub enum LinearShard {
 
 /// A weight (out, in) in the type of the file, and its bias (out,) in f32.
 pub(super) struct Weight {
-    pub weight: QTensor,
+    pub weight: StoredTensor,
     pub bias: Option<Tensor>,
+    pub device: Device,
 }
 
 impl Weight {
@@ -115,7 +200,7 @@ impl Weight {
     pub fn part(&self, name: &str, part: &LinearShard) -> Result<Self> {
         match part {
             LinearShard::Outputs(ranges) if ranges.is_empty() => {
-                bail!("[gguf] {name}: no outputs were requested, expected some of {}", self.out_dim())
+                bail!("[gguf] {name}: no outputs were requested, expected some of {}", self.weight.rows())
             }
             LinearShard::Outputs(ranges) => {
                 Self::concat(&ranges.iter().map(|range| self.outputs(name, range)).collect::<Result<Vec<_>>>()?)
@@ -125,73 +210,52 @@ impl Weight {
     }
 
     fn outputs(&self, name: &str, range: &Range<usize>) -> Result<Self> {
-        let (outputs, inputs) = self.weight.shape().dims2()?;
+        let outputs = self.weight.rows();
         if range.start >= range.end || range.end > outputs {
             bail!("[gguf] {name}: outputs {range:?} were requested, expected some of {outputs}")
         }
-        let data = self.weight.data()?;
-        let row = data.len() / outputs;
         let bias = self.bias.as_ref().map(|bias| bias.narrow(0, range.start, range.len())?.force_contiguous());
-        Ok(Self {
-            weight: self.like(data[range.start * row..range.end * row].to_vec(), (range.len(), inputs))?,
-            bias: bias.transpose()?,
-        })
+        Ok(Self { weight: self.weight.with_rows(range.clone()), bias: bias.transpose()?, device: self.device.clone() })
     }
 
     fn inputs(&self, name: &str, range: &Range<usize>, has_bias: bool) -> Result<Self> {
-        let (outputs, inputs) = self.weight.shape().dims2()?;
+        let inputs = self.weight.columns();
         if range.start >= range.end || range.end > inputs {
             bail!("[gguf] {name}: inputs {range:?} were requested, expected some of {inputs}")
         }
-        let dtype = self.weight.dtype();
-        let data = self.weight.data()?;
-        let block = dtype.block_size();
-        if !range.start.is_multiple_of(block) || !range.end.is_multiple_of(block) {
+        let GgmlType { name: kind, block, .. } = self.weight.kind;
+        if !range.start.is_multiple_of(*block) || !range.end.is_multiple_of(*block) {
             bail!(
-                "[gguf] {name}: inputs {range:?} of a weight in {dtype:?} were requested, expected whole blocks of \
-                 {block}"
+                "[gguf] {name}: inputs {range:?} of a weight in {kind} were requested, expected whole blocks of {block}"
             )
         }
-        let bytes = range.start / block * dtype.type_size()..range.end / block * dtype.type_size();
-        let rows = data.chunks(data.len() / outputs).flat_map(|row| &row[bytes.clone()]).copied();
         let bias = self.bias.clone().filter(|_| has_bias);
-        Ok(Self { weight: self.like(rows.collect(), (outputs, range.len()))?, bias })
-    }
-
-    fn like(&self, data: Vec<u8>, shape: (usize, usize)) -> Result<QTensor> {
-        QTensor::new(QStorage::from_data(data.into(), &self.weight.device(), self.weight.dtype())?, shape)
-    }
-
-    fn out_dim(&self) -> usize {
-        self.weight.shape().dims()[0]
+        Ok(Self { weight: self.weight.with_columns(range.clone()), bias, device: self.device.clone() })
     }
 
     /// Joins the rows of weights of one type, one after the other. A missing bias is zeros.
     pub fn concat(all: &[Self]) -> Result<Self> {
-        let first = &all[0].weight;
-        let device = all[0].weight.device();
-        let rows = all.iter().map(Self::out_dim).sum::<usize>();
-        let data = all.iter().map(|part| part.weight.data()).collect::<Result<Vec<_>>>()?;
-        let storage = QStorage::from_data(data.concat().into(), &device, first.dtype())?;
+        let device = &all[0].device;
+        let weights: Vec<_> = all.iter().map(|part| &part.weight).collect();
         let mut bias = None;
         if all.iter().any(|part| part.bias.is_some()) {
             let bias_or_zeros = |part: &Self| match &part.bias {
                 Some(stored) => Ok(stored.clone()),
-                None => Tensor::zeros(part.out_dim(), DType::F32, &device),
+                None => Tensor::zeros(part.weight.rows(), DType::F32, device),
             };
             bias = Some(Tensor::cat(&all.iter().map(bias_or_zeros).collect::<Result<Vec<_>>>()?, 0)?);
         }
-        Ok(Self { weight: QTensor::new(storage, (rows, first.shape().dims()[1]))?, bias })
+        Ok(Self { weight: StoredTensor::join_rows(&weights), bias, device: device.clone() })
     }
 
     /// Packs the weight.
     pub fn pack(self) -> Result<PackedLinear> {
-        PackedLinear::from_qtensor(self.weight, self.bias.as_ref())
+        self.weight.pack(self.bias.as_ref(), &self.device)
     }
 
     /// Packs the weight, and returns it as a list of one projection.
     pub fn columns(self) -> Result<Vec<PackedProjection>> {
-        let outputs = Outputs { count: self.out_dim(), has_bias: self.bias.is_some() };
+        let outputs = Outputs { count: self.weight.rows(), has_bias: self.bias.is_some() };
         Ok(PackedProjection::split(self.pack()?, [outputs]))
     }
 }
@@ -213,9 +277,9 @@ impl FusedWeight {
     pub fn pack_joined(all: Vec<Self>) -> Result<Vec<PackedProjection>> {
         let mut runs: Vec<Vec<Self>> = Vec::new();
         for next in all {
-            let dtype = next.weight.weight.dtype();
+            let number = next.weight.weight.kind.number;
             match runs.last_mut() {
-                Some(run) if run[0].weight.weight.dtype() == dtype => run.push(next),
+                Some(run) if run[0].weight.weight.kind.number == number => run.push(next),
                 _ => runs.push(vec![next]),
             }
         }
@@ -230,80 +294,9 @@ impl FusedWeight {
     }
 }
 
-/// Reads the header of a file, as [`Content::read`] does. That panics for a `general.alignment` of 0, which is an error
-/// here.
-///
-/// # Errors
-/// For such a file, one that is no GGUF file, and one that cannot be read.
-pub fn read<R: Read + Seek>(reader: &mut R) -> Result<Content> {
-    Content::read(&mut Header { reader, next: Next::Other }).map_err(|error| header_error(root(&error)))
-}
-
-/// Returns the error of a header, from that of Candle.
-fn header_error(error: &Error) -> Error {
-    if let Error::Io(cause) = error
-        && cause.kind() == io::ErrorKind::UnexpectedEof
-    {
-        return Error::msg("[gguf] the file ends within its header, expected a whole GGUF file");
-    }
-    let text = error.to_string();
-    if let Some(number) = text.strip_prefix("unknown dtype for tensor ") {
-        return Error::msg(format!("[gguf] a tensor has type {number}, expected a type that Candle reads"));
-    }
-    match text.strip_prefix("unknown magic ") {
-        Some(magic) => Error::msg(format!("[gguf] the file begins with {magic}, expected GGUF's 0x46554747")),
-        None => Error::msg(format!("[gguf] {text}")),
-    }
-}
-
-/// A file that Candle reads piece by piece: a key, the type of its value, the value. It checks the alignment.
-struct Header<'a, R> {
-    reader: &'a mut R,
-    next: Next,
-}
-
-/// The piece that is read next.
-enum Next {
-    TypeOfAlignment,
-    Alignment,
-    Other,
-}
-
-impl<R: Read> Read for Header<'_, R> {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        self.reader.read(bytes)
-    }
-
-    fn read_exact(&mut self, bytes: &mut [u8]) -> io::Result<()> {
-        self.reader.read_exact(bytes)?;
-        let are_zeros = |piece: &[u8]| piece.iter().all(|&byte| byte == 0);
-        self.next = match (&self.next, &*bytes) {
-            // Candle removes zeros at the end of a key.
-            (_, key) if key.strip_prefix(b"general.alignment").is_some_and(are_zeros) => Next::TypeOfAlignment,
-            (Next::TypeOfAlignment, [_, _, _, _]) => Next::Alignment,
-            // Candle ignores wider integers.
-            (Next::Alignment, value) if value.len() <= 4 && are_zeros(value) => {
-                return Err(io::Error::other("general.alignment is 0, expected at least 1"));
-            }
-            _ => Next::Other,
-        };
-        Ok(())
-    }
-}
-
-impl<R: Seek> Seek for Header<'_, R> {
-    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
-        self.reader.seek(to)
-    }
-
-    fn stream_position(&mut self) -> io::Result<u64> {
-        self.reader.stream_position()
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use candle_core::quantized::GgmlDType;
+    use candle_core::quantized::{GgmlDType, QTensor};
     use candle_core::{Device, Error};
 
     use super::*;
@@ -313,7 +306,10 @@ mod tests {
         let whole = Tensor::randn(0f32, 1., (6, 512), &Device::Cpu)?;
         let bias = Tensor::arange(0f32, 6., &Device::Cpu)?;
         for dtype in [GgmlDType::F32, GgmlDType::BF16, GgmlDType::Q8_0, GgmlDType::Q4K] {
-            let weight = Weight { weight: QTensor::quantize(&whole, dtype)?, bias: Some(bias.clone()) };
+            let kind = GgmlType::find(GgmlType::number_of(dtype)).expect("a type that is read");
+            let data = QTensor::quantize(&whole, dtype)?.data()?.into_owned();
+            let stored = StoredTensor { kind, dims: vec![6, 512], data };
+            let weight = Weight { weight: stored, bias: Some(bias.clone()), device: Device::Cpu };
             let numbers = |any: &Weight| any.weight.dequantize(&Device::Cpu);
             let same = |got: &Tensor, expected: &Tensor| -> Result<()> {
                 assert_eq!(got.dims(), expected.dims());

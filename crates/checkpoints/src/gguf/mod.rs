@@ -4,11 +4,13 @@
 //! use candle_attention::gguf;
 //! use candle_core::Device;
 //! # fn main() -> candle_core::Result<()> {
-//! let mut file = std::fs::File::open("model.gguf")?;
-//! let content = gguf::read(&mut file)?;
-//! let attention = gguf::load_attention(&content, &mut file, 0, &Device::Cpu)?;
+//! let mut file = gguf::open("model.gguf")?;
+//! let attention = gguf::load_attention(&file.content, &mut file.reader, 0, &Device::Cpu)?;
 //! # Ok(()) }
 //! ```
+//!
+//! [`open`] reads all parts of a file that has several. [`read`] reads the header of any reader, such as a file in
+//! memory.
 //!
 //! The metadata become the fields of a `config.json`, which [`hf`] reads: a layer computes the same as the architecture
 //! of that name in [`hf`]. [`architectures`] returns the known ones. Three things differ, since llama.cpp's converter
@@ -17,29 +19,34 @@
 //!
 //! Inputs and outputs are f32, as in llama.cpp. Weights are packed by [`PackedLinear::from_qtensor`]: f32, f16 and bf16
 //! unchanged, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and K-quants (Q2_K to Q6_K) as codes of 4 or 8 bits, without loss. On CUDA
-//! and Metal, K-quants are multiplied by Candle's `QMatMul`.
+//! and Metal, K-quants are multiplied by Candle's `QMatMul`. The types that Candle does not have (IQ1 to IQ4, TQ1_0,
+//! TQ2_0, MXFP4, NVFP4, Q1_0) are dequantised. A tensor of a type that is not known is an error when it is loaded.
 
 mod architectures;
+mod builder;
 mod config;
 mod decoders;
 mod file;
+mod header;
 mod hybrid;
 mod latent;
 mod layer;
 mod linear;
 mod metadata;
+mod parts;
 mod refused;
+mod stored;
 mod t5;
 
-pub use file::{LinearShard, read};
+pub use builder::var_builder;
+pub use file::LinearShard;
+pub use header::{TensorInfo, read, tensor_info, tensor_names};
+pub use parts::{GgufFile, PartsReader, open};
 
 use std::io::{Read, Seek};
-use std::sync::{Arc, Mutex};
 
 use candle_core::quantized::gguf_file::Content;
-use candle_core::{DType, Device, Result, Shape, Tensor, bail};
-use candle_nn::var_builder::SimpleBackend;
-use candle_nn::{Init, VarBuilder};
+use candle_core::{Device, Result, bail};
 use serde_json::Value;
 
 use crate::hf;
@@ -55,6 +62,7 @@ use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{QkNorm, QkNormKind};
 use config::{ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, ROPE_FREQS};
 use file::File;
+use header::has_tensor;
 use latent::{LatentWeights, latent_config};
 use layer::{LayerNames, LayerWeights, Place};
 use linear::{DeltaNetWeights, linear_config};
@@ -238,7 +246,7 @@ fn load<R: Read + Seek>(
 
 /// Returns the place of the layers that [`load_attention`] loads.
 fn encoder_or_alone(content: &Content) -> Place {
-    let has_encoder = content.tensor_infos.keys().any(|name| name.starts_with("enc.blk."));
+    let has_encoder = tensor_names(content).any(|name| name.starts_with("enc.blk."));
     if has_encoder { Place::Encoder } else { Place::Alone }
 }
 
@@ -253,7 +261,7 @@ fn first_config<T>(metadata: &Metadata, layer_config: impl Fn(&Value, usize) -> 
 }
 
 fn refuse_rope_factors(content: &Content, call: &str) -> Result<()> {
-    match ROPE_FACTORS.iter().find(|name| content.tensor_infos.contains_key(**name)) {
+    match ROPE_FACTORS.iter().find(|name| has_tensor(content, name)) {
         Some(name) => {
             bail!("[gguf] {name} is a part of the config: expected a call of `{call}`, whose layer has the config")
         }
@@ -289,39 +297,34 @@ pub fn load_linear_part<R: Read + Seek>(
     File { content, reader, device }.linear(name)?.part(name, part)?.pack()
 }
 
-/// Returns a builder of all tensors of a file, by llama.cpp's names, which dequantises them as they are read. It is for
-/// the parts of a model that are not attention.
-pub fn var_builder<R: Read + Seek + Send + 'static>(
-    content: Arc<Content>,
-    reader: R,
-    dtype: DType,
+/// Loads the linear layer of one expert, from a tensor `name.weight` (experts, out, in) of any type, and its bias from
+/// `name.bias` (experts, out) if the file has it. Inputs (.., in) and outputs (.., out) are f32.
+///
+/// # Errors
+/// For a missing or misshapen tensor, for an expert that the tensor does not have, and if the file cannot be read.
+pub fn load_expert<R: Read + Seek>(
+    content: &Content,
+    reader: &mut R,
+    name: &str,
+    expert: usize,
     device: &Device,
-) -> VarBuilder<'static> {
-    VarBuilder::from_backend(Box::new(Tensors { content, reader: reader.into() }), dtype, device.clone())
+) -> Result<PackedLinear> {
+    File { content, reader, device }.expert(name, expert)?.pack()
 }
 
-struct Tensors<R> {
-    content: Arc<Content>,
-    reader: Mutex<R>,
-}
-
-impl<R: Read + Seek + Send> SimpleBackend for Tensors<R> {
-    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
-        match self.content.tensor_infos.get(name) {
-            Some(info) if info.shape != shape => bail!("[gguf] {name} has shape {:?}, expected {shape:?}", info.shape),
-            _ => self.get_unchecked(name, dtype, device),
-        }
-    }
-
-    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        let Ok(mut reader) = self.reader.lock() else { bail!("[gguf] {name}: another thread failed to read the file") };
-        let mut file = File { content: &self.content, reader: &mut *reader, device };
-        file.tensor(name)?.dequantize(device)?.to_dtype(dtype)
-    }
-
-    fn contains_tensor(&self, name: &str) -> bool {
-        self.content.tensor_infos.contains_key(name)
-    }
+/// Loads the shard of an expert's linear layer that one rank of several has.
+///
+/// # Errors
+/// As [`load_expert`], and for a shard that the layer does not have.
+pub fn load_expert_part<R: Read + Seek>(
+    content: &Content,
+    reader: &mut R,
+    name: &str,
+    expert: usize,
+    part: &LinearShard,
+    device: &Device,
+) -> Result<PackedLinear> {
+    File { content, reader, device }.expert(name, expert)?.part(name, part)?.pack()
 }
 
 /// Returns the config of a layer that the metadata, the architecture and the names of tensors tell. `config` is that of
@@ -334,7 +337,7 @@ fn layer_config(metadata: &Metadata, config: &Value, place: Place, layer: usize)
     };
     let cfg = cfg.map_err(|error| metadata.explain(&error))?;
     let names = LayerNames::new(place, layer);
-    let has_bias = |name: String| metadata.content.tensor_infos.contains_key(&format!("{name}.bias"));
+    let has_bias = |name: String| has_tensor(metadata.content, &format!("{name}.bias"));
     let has_packed_bias = has_bias(names.name("qkv"));
     let q_bias = cfg.q_bias() || has_packed_bias || has_bias(names.name("q"));
     let k_bias = cfg.k_bias() || has_packed_bias || has_bias(names.name("k"));

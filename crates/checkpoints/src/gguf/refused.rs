@@ -24,7 +24,7 @@ pub(super) const REFUSED: &[Refused] = &[
     of("bailingmoe", NO_MODEL),
     of("bailingmoe2", NO_MODEL),
     of("bailingmoe3", "its latent attention has a gate"),
-    of("bitnet", "its weights are stored in ternary types, which Candle does not read"),
+    of("bitnet", NOT_COMPARED),
     of("chameleon", NOT_COMPARED),
     of("clip", "the file has an encoder of images alone"),
     of("codeshell", NO_MODEL),

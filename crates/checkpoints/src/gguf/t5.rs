@@ -8,6 +8,7 @@ use candle_nn::VarBuilder;
 use serde_json::json;
 
 use super::file::File;
+use super::header::has_tensor;
 use super::layer::{LayerNames, Place};
 use super::metadata::{Fields, Metadata};
 use candle_attention_core::{MultiHeadAttentionConfig, RelativeBias};
@@ -18,7 +19,7 @@ pub(super) fn t5(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
     let layers = fields["num_hidden_layers"].clone();
     let decoder_layers = metadata.count("decoder_block_count")?;
     // llama.cpp looks for a relative bias in each layer, and then in the first.
-    if metadata.content.tensor_infos.contains_key("enc.blk.1.attn_rel_b.weight") {
+    if has_tensor(metadata.content, "enc.blk.1.attn_rel_b.weight") {
         fields.insert("model_type".into(), json!("umt5"));
     }
     for (name, other) in [("d_model", "hidden_size"), ("num_heads", "num_attention_heads"), ("d_kv", "head_dim")] {
