@@ -123,7 +123,7 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     };
 
     let (alibi_slopes, bias) = alibi(cfg, t_q, t_kv);
-    let band = cfg.local_window().map(|window| Part::Band(window.left, window.right));
+    let band = cfg.local_window().map(|window| Part::LocalWindow(window.left, window.right));
     let parts = [cfg.window().map(Part::Window), band, cfg.chunk().map(Part::Chunk), bias].into_iter().flatten();
     let own = Mask::new(if cfg.causal() { Alignment::Causal } else { Alignment::Free }, parts.collect::<Vec<_>>());
     let mut case = Case {
@@ -261,7 +261,7 @@ fn with_more_keys(mut case: Case, more: usize) -> Case {
     let keep = Array::each(shape, |index| f64::from(u8::from(index[3] >= t_kv || case.sees(index))));
     let bias = Array::each(shape, |index| if index[3] < t_kv { case.bias(index) } else { 0.0 });
     case.dims.t_kv += more;
-    case.masks = vec![Mask::new(Alignment::Free, [Part::Keep(keep), Part::Bias(bias)])];
+    case.masks = vec![Mask::new(Alignment::Free, [Part::BoolMask(keep), Part::Bias(bias)])];
     case
 }
 

@@ -190,9 +190,9 @@ pub fn attention_mask(
                 Part::Starts(lens) => one.with_starts(valid_lens(lens)),
                 Part::Prefix(lens) => one.with_prefix(valid_lens(lens)),
                 Part::Window(w) => one.with_window(*w),
-                Part::Band(left, right) => one.with_local_window(*left, *right),
+                Part::LocalWindow(left, right) => one.with_local_window(*left, *right),
                 Part::Chunk(size) => one.with_chunk(*size),
-                Part::Keep(keep) => one.with_bool_mask(&keep.tensor(DType::U8, device)?),
+                Part::BoolMask(keep) => one.with_bool_mask(&keep.tensor(DType::U8, device)?),
                 Part::Bias(array) => one.with_bias(&bias(m, p, array)?),
             };
         }

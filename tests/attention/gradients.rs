@@ -126,7 +126,7 @@ fn sdpa_reference_gradients_match_finite_differences() {
             _ => {
                 // Parts would need separate distances, and an empty row of a part is not an empty row of the whole.
                 recipe.chosen.alibi = false;
-                recipe.chosen.distances = false;
+                recipe.chosen.relative_bias = false;
                 recipe.uniform_fully_masked_rows = false;
                 Function::Merged(split)
             }
@@ -209,7 +209,12 @@ fn sdpa_bits_do_not_depend_on_threads_or_tracking() -> Result<()> {
         let split = Dims { b: 1, h: 2, h_kv: 1, t_q: 3, t_kv: 2100, d: 32, d_v: 24 };
         let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 60, t_kv: 200, d: 24, d_v: 16 };
         let [split, plain] = [split, dims].map(|dims| Recipe::of_kernel(dims, vec![Kind::Causal], dtype));
-        let masks = vec![Kind::Causal, Kind::Keep(Reach::Keys), Kind::Bias(Reach::Head), Kind::Bias(Reach::Keys)];
+        let masks = vec![
+            Kind::Causal,
+            Kind::BoolMask(MaskShape::Keys),
+            Kind::Bias(MaskShape::Head),
+            Kind::Bias(MaskShape::Keys),
+        ];
         let everything = Recipe { chosen: Chosen::ALL, seed: 4, ..Recipe::of_kernel(dims, masks, dtype) };
         in_pools(&split)?;
         for recipe in [plain, everything] {

@@ -32,7 +32,7 @@ struct Poison {
 fn poisons(dims: Dims, dtypes: &'static [DType], of_kernel: bool) -> impl Strategy<Value = Poison> {
     use Poisoned::*;
     let of = select(&[Queries, Keys, Keys, Values, Values, Bias, Sinks, Unseen][..]);
-    (of, recipes(dtypes), any::<bool>()).prop_map(move |(of, mut recipe, runs)| {
+    (of, recipes(dtypes), any::<bool>()).prop_map(move |(of, mut recipe, masks_runs)| {
         let layouts = [Layout::HeadsTransposed, Layout::CacheMiddle, Layout::Packed];
         let softcap = of_kernel && recipe.chosen.softcap;
         let sinks = of == Sinks || recipe.chosen.sinks;
@@ -41,7 +41,7 @@ fn poisons(dims: Dims, dtypes: &'static [DType], of_kernel: bool) -> impl Strate
         // A fully masked row is no row of NaN, with any sink, nor a row of numbers.
         let masks = if of == Sinks { vec![vec![Kind::Causal]] } else { recipe.masks };
         let uniform_fully_masked_rows = !of_kernel && recipe.uniform_fully_masked_rows;
-        Poison { recipe: Recipe { dims, layouts, masks, chosen, runs, uniform_fully_masked_rows, ..recipe }, of }
+        Poison { recipe: Recipe { dims, layouts, masks, chosen, masks_runs, uniform_fully_masked_rows, ..recipe }, of }
     })
 }
 

@@ -1,7 +1,7 @@
 //! Layers against themselves in plain loops, for everything that a config can say.
 
 use crate::layer_kind::LayerKind;
-use crate::recipe::Kind::{Band, Bias, Keep, UpperLeft, ValidLens, ValidLensPerQuery, Window};
+use crate::recipe::Kind::{Bias, BoolMask, LocalWindow, UpperLeft, ValidLens, ValidLensPerQuery, Window};
 use crate::registry::{Feature, configs, latent_of};
 use crate::seeded::layer;
 use crate::statistics;
@@ -54,7 +54,7 @@ fn call_masks([b, t_q, t_kv]: [usize; 3], h: usize) -> [Vec<Mask>; 5] {
         vec![vec![ValidLens]],
         vec![vec![ValidLensPerQuery]],
         vec![vec![UpperLeft, Window]],
-        vec![vec![Keep(Reach::Whole)], vec![Bias(Reach::Head), Band]],
+        vec![vec![BoolMask(MaskShape::Whole)], vec![Bias(MaskShape::Head), LocalWindow]],
     ];
     // The numbers are not exact in f32, so that a conversion to f32 shows in f64.
     kinds.map(|kinds| Recipe { seed: 23, ..Recipe::plain(dims, kinds, DType::F64) }.case().masks)

@@ -58,7 +58,9 @@ use operation::*;
 use oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
 use proptest::prelude::*;
 use proptest::sample::select;
-use recipe::{Chosen, DTYPES, Kind, LENGTHS, Reach, Recipe, WIDTHS, dtypes, for_all, kernel_recipes, recipes, wide};
+use recipe::{
+    Chosen, DTYPES, Kind, LENGTHS, MaskShape, Recipe, WIDTHS, dtypes, for_all, kernel_recipes, recipes, wide,
+};
 use tensors::*;
 
 mod backends;

@@ -30,8 +30,8 @@ fn enlarge(mask: &mut Mask, random: &mut Random) {
                 Lens::PerQuery(rows) => numbers.extend(rows.iter_mut().flatten()),
             },
             Part::Window(n) | Part::Chunk(n) => numbers.push(n),
-            Part::Band(left, right) => numbers.extend([left, right]),
-            Part::Keep(_) | Part::Bias(_) => {}
+            Part::LocalWindow(left, right) => numbers.extend([left, right]),
+            Part::BoolMask(_) | Part::Bias(_) => {}
         }
     }
     for number in numbers {

@@ -74,7 +74,7 @@ fn plan_with_tracked_input_chooses_path_with_gradients(device: &Device) -> Resul
     let bias = var(&Tensor::zeros((3, 5), DType::F32, device)?);
     let biased = AttentionMask::none().with_bias(&bias);
     let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 3, t_kv: 5, d: 8, d_v: 8 };
-    let kinds = vec![Kind::Causal, Kind::Keep(Reach::Keys), Kind::Bias(Reach::Square)];
+    let kinds = vec![Kind::Causal, Kind::BoolMask(MaskShape::Keys), Kind::Bias(MaskShape::Square)];
     for &dtype in dtypes(device) {
         let recipe = Recipe { chosen: Chosen::ALL, ..Recipe::plain(dims, vec![kinds.clone()], dtype) };
         let plain = Call::new(&recipe.case(), dtype, device)?.on(Backend::Auto);

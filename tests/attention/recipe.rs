@@ -10,9 +10,9 @@ pub use crate::common::property::for_all;
 use crate::common::property::within;
 use crate::oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
 
-/// The shape in which a `keep` or `bias` is given.
+/// The shape of a boolean mask or a bias, which is broadcast to (B, H, T_q, T_kv).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reach {
+pub enum MaskShape {
     Scalar,
     Keys,
     Queries,
@@ -28,9 +28,9 @@ pub enum Reach {
     Narrowed,
 }
 
-impl Reach {
+impl MaskShape {
     pub const ALL: [Self; 10] = {
-        use Reach::*;
+        use MaskShape::*;
         [Scalar, Keys, Queries, Square, Sequence, Head, Whole, Expanded, Transposed, Narrowed]
     };
 
@@ -66,25 +66,25 @@ pub enum Kind {
     Starts,
     StartsPerQuery,
     Window,
-    Band,
+    LocalWindow,
     Chunk,
     Prefix,
     PrefixPerQuery,
-    Keep(Reach),
-    Bias(Reach),
+    BoolMask(MaskShape),
+    Bias(MaskShape),
 }
 
 impl Kind {
     pub fn all() -> Vec<Self> {
         use Kind::*;
         let alignments = [Causal, UpperLeft, Offset, Offsets];
-        let intervals = [ValidLens, ValidLensPerQuery, Starts, StartsPerQuery, Window, Band, Chunk];
+        let intervals = [ValidLens, ValidLensPerQuery, Starts, StartsPerQuery, Window, LocalWindow, Chunk];
         let intervals = alignments.into_iter().chain(intervals).chain([Prefix, PrefixPerQuery]);
-        intervals.chain(Reach::ALL.map(Keep)).chain(Reach::ALL.map(Bias)).collect()
+        intervals.chain(MaskShape::ALL.map(BoolMask)).chain(MaskShape::ALL.map(Bias)).collect()
     }
 
     pub fn is_tensor(self) -> bool {
-        matches!(self, Self::Keep(_) | Self::Bias(_))
+        matches!(self, Self::BoolMask(_) | Self::Bias(_))
     }
 
     /// Draws an alignment or a part of a mask.
@@ -106,9 +106,11 @@ impl Kind {
             Self::StartsPerQuery => Part::Starts(table(random, [b, t_q], t_kv + 1)),
             Self::PrefixPerQuery => Part::Prefix(table(random, [b, t_q], t_kv + 1)),
             Self::Window => Part::Window(1 + random.up_to(t_kv + 1)),
-            Self::Band => Part::Band(random.up_to(3), random.up_to(3)),
+            Self::LocalWindow => Part::LocalWindow(random.up_to(3), random.up_to(3)),
             Self::Chunk => Part::Chunk(1 + random.up_to(t_kv + 1)),
-            Self::Keep(reach) => Part::Keep(reach.array(dims).filled(|| f64::from(u8::from(random.up_to(9) >= 4)))),
+            Self::BoolMask(reach) => {
+                Part::BoolMask(reach.array(dims).filled(|| f64::from(u8::from(random.up_to(9) >= 4))))
+            }
             Self::Bias(reach) => {
                 let number = || if random.chance(0.15) { f64::NEG_INFINITY } else { random.between(-3.0, 3.0) };
                 Part::Bias(reach.array(dims).filled(number).rounded(wide(dtype)))
@@ -127,25 +129,28 @@ fn table(random: &mut Random, [b, t_q]: [usize; 2], most: usize) -> Lens {
 }
 
 /// Which options are set.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Chosen {
     pub scale: bool,
     pub softcap: bool,
     pub alibi: bool,
     pub sinks: bool,
-    pub distances: bool,
+    pub relative_bias: bool,
 }
 
 impl Chosen {
-    pub const ALL: Self = Self { scale: true, softcap: true, alibi: true, sinks: true, distances: true };
+    pub const ALL: Self = Self { scale: true, softcap: true, alibi: true, sinks: true, relative_bias: true };
 
-    /// The number of sets of options.
-    pub const SETS: usize = 32;
-
-    /// Returns the set of options with these bits.
-    pub fn set(bits: usize) -> Self {
-        let [scale, softcap, alibi, sinks, distances] = [1, 2, 4, 8, 16].map(|bit| bits & bit != 0);
-        Self { scale, softcap, alibi, sinks, distances }
+    /// Returns every set of options.
+    pub fn sets() -> Vec<Self> {
+        let mut sets = vec![Self::default()];
+        let mut add = |with: fn(Self) -> Self| sets.extend(sets.clone().into_iter().map(with));
+        add(|chosen| Self { scale: true, ..chosen });
+        add(|chosen| Self { softcap: true, ..chosen });
+        add(|chosen| Self { alibi: true, ..chosen });
+        add(|chosen| Self { sinks: true, ..chosen });
+        add(|chosen| Self { relative_bias: true, ..chosen });
+        sets
     }
 }
 
@@ -159,8 +164,8 @@ pub struct Recipe {
     pub chosen: Chosen,
     /// Instead of a random one.
     pub scale: Option<f64>,
-    /// Whether masked entries of `keep`, and -inf of `bias`, are in runs that cover whole tiles.
-    pub runs: bool,
+    /// Whether masked entries of boolean masks, and -inf of biases, are in runs that cover whole tiles.
+    pub masks_runs: bool,
     pub dtype: DType,
     /// The seed of the numbers.
     pub seed: u64,
@@ -183,7 +188,7 @@ impl Recipe {
             uniform_fully_masked_rows: false,
             chosen,
             scale: None,
-            runs: false,
+            masks_runs: false,
             dtype,
             seed: 0,
         }
@@ -192,7 +197,7 @@ impl Recipe {
     /// Returns a call of one mask, whose tensors mask whole tiles.
     pub fn of_kernel(dims: Dims, mask: Vec<Kind>, dtype: DType) -> Self {
         let seed = (dims.t_q * 1000 + dims.t_kv * 100 + dims.d * 10 + dims.d_v) as u64;
-        Self { runs: true, seed, ..Self::plain(dims, vec![mask], dtype) }
+        Self { masks_runs: true, seed, ..Self::plain(dims, vec![mask], dtype) }
     }
 
     pub fn case(&self) -> Case {
@@ -212,7 +217,7 @@ impl Recipe {
             softcap: self.chosen.softcap.then(|| heads(0.5, 6.0)[0]),
             alibi_slopes: self.chosen.alibi.then(|| heads(-0.1, 1.0)),
             sinks: self.chosen.sinks.then(|| heads(-4.0, 4.0)),
-            relative_bias: self.chosen.distances.then(|| {
+            relative_bias: self.chosen.relative_bias.then(|| {
                 // Of each sequence, or of all.
                 let b = if self.seed.is_multiple_of(2) { b } else { 1 };
                 let biases = self.layouts[2].array([b, h, 1, (t_q + t_kv).saturating_sub(1)]);
@@ -232,11 +237,11 @@ impl Recipe {
             // ALiBi has no position to count from, which is an error.
             case.options.alibi_slopes = None;
         }
-        let parts = case.masks.iter_mut().flat_map(|mask| &mut mask.parts).filter(|_| self.runs);
+        let parts = case.masks.iter_mut().flat_map(|mask| &mut mask.parts).filter(|_| self.masks_runs);
         for part in parts {
             match part {
-                Part::Keep(keep) => hide_runs(keep, 0.0, &mut random),
-                Part::Bias(bias) => hide_runs(bias, f64::NEG_INFINITY, &mut random),
+                Part::BoolMask(mask) => mask_runs(mask, 0.0, &mut random),
+                Part::Bias(bias) => mask_runs(bias, f64::NEG_INFINITY, &mut random),
                 _ => {}
             }
         }
@@ -262,17 +267,17 @@ impl Recipe {
     }
 }
 
-/// Runs of up to 400 entries, every other one of them of `hidden`.
-fn hide_runs(array: &mut Array, hidden: f64, random: &mut Random) {
+/// Sets runs of up to 400 entries to `masked`, with runs of other entries between them.
+fn mask_runs(array: &mut Array, masked: f64, random: &mut Random) {
     let mut rest = array.data.as_mut_slice();
     while !rest.is_empty() {
         let longest = [40, 400][random.up_to(1)];
-        let (shown, tail) = rest.split_at_mut(random.up_to(longest).min(rest.len()));
+        let (attended, tail) = rest.split_at_mut(random.up_to(longest).min(rest.len()));
         if random.chance(0.5) {
-            shown.fill(if hidden == 0.0 { 1.0 } else { 0.5 });
+            attended.fill(if masked == 0.0 { 1.0 } else { 0.5 });
         }
         let (run, tail) = tail.split_at_mut((1 + random.up_to(longest)).min(tail.len()));
-        run.fill(hidden);
+        run.fill(masked);
         rest = tail;
     }
 }
@@ -290,7 +295,7 @@ pub fn dims() -> impl Strategy<Value = Dims> {
 fn recipes_of(dims: impl Strategy<Value = Dims>, dtypes: &'static [DType]) -> impl Strategy<Value = Recipe> {
     let kinds = proptest::collection::vec(select(Kind::all()), 0..=3);
     let layout = || select(&Layout::ALL[..]);
-    let chosen = (0..Chosen::SETS).prop_map(Chosen::set);
+    let chosen = select(Chosen::sets());
     let masks = proptest::collection::vec(kinds, 0..=2);
     let layouts = [layout(), layout(), layout()];
     (dims, layouts, masks, chosen, select(dtypes), any::<u64>().no_shrink()).prop_map(
@@ -337,7 +342,7 @@ fn kernel_dims() -> impl Strategy<Value = Dims> {
 /// Calls of a kernel's sizes and dtypes.
 pub fn kernel_recipes() -> impl Strategy<Value = Recipe> {
     let scale = prop_oneof![3 => Just(None), 1 => select(&[0.0, -0.3, 12.0, -300.0][..]).prop_map(Some)];
-    (recipes_of(kernel_dims(), &DTYPES), scale, any::<bool>()).prop_map(|(recipe, scale, runs)| Recipe {
+    (recipes_of(kernel_dims(), &DTYPES), scale, any::<bool>()).prop_map(|(recipe, scale, masks_runs)| Recipe {
         scale,
         runs,
         ..recipe

@@ -36,8 +36,8 @@ fn all_with_results() -> Result<(Vec<Work>, Vec<Vec<u64>>)> {
         (1, 1, 1, 1, 9001, vec![Kind::ValidLens]),
         (3, 8, 2, 1, 700, vec![Kind::Starts]),
         (1, 1, 1, 17, 2049, vec![Kind::Causal]),
-        (5, 3, 1, 7, 33, vec![Kind::Bias(Reach::Head)]),
-        (1, 2, 1, 700, 31, vec![Kind::Keep(Reach::Square)]),
+        (5, 3, 1, 7, 33, vec![Kind::Bias(MaskShape::Head)]),
+        (1, 2, 1, 700, 31, vec![Kind::BoolMask(MaskShape::Square)]),
     ] {
         for (dtype, instruction_set) in
             DTYPES.into_iter().flat_map(|dtype| InstructionSet::available().into_iter().map(move |t| (dtype, t)))

@@ -3,7 +3,7 @@
 
 use crate::call::attention_mask;
 use crate::program::Call;
-use crate::recipe::{Kind, Reach, Recipe};
+use crate::recipe::{Kind, MaskShape, Recipe};
 use crate::*;
 
 const KINDS: [&[Kind]; 10] = [
@@ -14,8 +14,8 @@ const KINDS: [&[Kind]; 10] = [
     &[Kind::Causal, Kind::Prefix],
     &[Kind::Causal, Kind::PrefixPerQuery],
     &[Kind::Window],
-    &[Kind::Keep(Reach::Whole)],
-    &[Kind::Bias(Reach::Whole)],
+    &[Kind::BoolMask(MaskShape::Whole)],
+    &[Kind::Bias(MaskShape::Whole)],
     // Of batches of one length.
     &[Kind::UpperLeft],
 ];
@@ -55,7 +55,7 @@ impl Drawn {
                 Part::ValidLens(Lens::PerQuery(rows))
                 | Part::Starts(Lens::PerQuery(rows))
                 | Part::Prefix(Lens::PerQuery(rows)) => rows[0] = [&vec![0; before], &rows[0][own.clone()]].concat(),
-                Part::Keep(table) | Part::Bias(table) => {
+                Part::BoolMask(table) | Part::Bias(table) => {
                     *table = Array::each([1, 1, len, len], |[_, _, i, j]| match i.checked_sub(before) {
                         Some(i) => table.at([0, 0, own.start + i, j]),
                         None => 1.0,

@@ -36,7 +36,7 @@ use proptest::sample::select;
 use call::{Call, Path};
 use linear::case::{INPUTS, OUTPUTS, Product, ROWS, TYPES, check, products};
 use oracle::{Case, Dims, Lens, Mask, Part};
-use recipe::{DTYPES, Kind, LENGTHS, Layout, Reach, Recipe, WIDTHS, for_all, kernel_recipes};
+use recipe::{DTYPES, Kind, LENGTHS, Layout, MaskShape, Recipe, WIDTHS, for_all, kernel_recipes};
 
 #[global_allocator]
 static ALLOCATOR: GuardedAllocator = GuardedAllocator;
@@ -75,10 +75,10 @@ fn attention_with_every_edge_size_stays_in_its_buffers() {
     let masks: [&[Kind]; 6] = [
         &[],
         &[Kind::Causal],
-        &[Kind::Keep(Reach::Keys)],
-        &[Kind::Bias(Reach::Square)],
-        &[Kind::Keep(Reach::Whole), Kind::Bias(Reach::Keys)],
-        &[Kind::Bias(Reach::Head), Kind::Causal],
+        &[Kind::BoolMask(MaskShape::Keys)],
+        &[Kind::Bias(MaskShape::Square)],
+        &[Kind::BoolMask(MaskShape::Whole), Kind::Bias(MaskShape::Keys)],
+        &[Kind::Bias(MaskShape::Head), Kind::Causal],
     ];
     for (n, &width) in WIDTHS.iter().enumerate() {
         let some = |&(m, &length): &(usize, &usize)| length <= 129 && (n + 3 * m) % 7 < 4;

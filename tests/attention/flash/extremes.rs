@@ -67,7 +67,7 @@ crate::on_each_device!(extreme_inputs_match_oracle_without_overflow);
 /// Compares the sums of weights too, since tolerances grow with the numbers: with values of one, the sums are the
 /// output.
 fn extreme_inputs_match_oracle_without_overflow(device: &Device) {
-    let masks: [&[Kind]; 4] = [&[], &[Kind::Causal], &[Kind::ValidLens], &[Kind::Band]];
+    let masks: [&[Kind]; 4] = [&[], &[Kind::Causal], &[Kind::ValidLens], &[Kind::LocalWindow]];
     for (n, change) in changes().into_iter().enumerate() {
         for (m, dtype) in DTYPES.into_iter().enumerate() {
             for kinds in [masks[(n + m) % 4], masks[(n + m + 2) % 4]] {

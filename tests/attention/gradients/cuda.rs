@@ -39,9 +39,9 @@ fn cuda_kernels_with_every_mask_of_ranges_match_reference() -> Result<()> {
 #[test]
 #[cfg_attr(not(feature = "cuda"), ignore = "needs a CUDA device and the feature `cuda`")]
 fn cuda_kernels_with_all_score_modifiers_match_reference() -> Result<()> {
-    for (n, reach) in Reach::ALL.into_iter().enumerate() {
+    for (n, reach) in MaskShape::ALL.into_iter().enumerate() {
         for dtype in DTYPES {
-            let masks = vec![vec![Kind::Causal, Kind::Keep(reach), Kind::Bias(reach)]];
+            let masks = vec![vec![Kind::Causal, Kind::BoolMask(reach), Kind::Bias(reach)]];
             let recipe = Recipe { chosen: Chosen::ALL, seed: n as u64, ..Recipe::plain(DIMS, masks, dtype) };
             check(&recipe, &Function::Context, None)?;
         }

@@ -37,10 +37,10 @@ impl Numbers {
             masks.extend(match option {
                 "causal" => Some(Mask::new(Alignment::Causal, [])),
                 "window" => Some(Mask::new(Alignment::Causal, [Part::Window(3)])),
-                "band" => Some(Mask::of(Part::Band(2, 1))),
+                "band" => Some(Mask::of(Part::LocalWindow(2, 1))),
                 "prefix" => Some(Mask::new(Alignment::Causal, [Part::Prefix(lens([5, 2]))])),
                 "lens" => Some(Mask::of(Part::ValidLens(lens([6, 3])))),
-                "keep" => Some(Mask::of(Part::Keep(self.input(option, [b, 1, t_q, t_kv])?))),
+                "keep" => Some(Mask::of(Part::BoolMask(self.input(option, [b, 1, t_q, t_kv])?))),
                 "bias_heads" | "bias_keys" => {
                     tracked.push(format!("bias {} 0", masks.len()));
                     Some(Mask::of(Part::Bias(self.input(option, [1, h, t_q, t_kv])?)))

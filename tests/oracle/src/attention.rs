@@ -39,11 +39,11 @@ pub enum Part {
     ValidLens(Lens),
     Starts(Lens),
     Window(usize),
-    Band(usize, usize),
+    LocalWindow(usize, usize),
     Chunk(usize),
     Prefix(Lens),
     /// A tensor in which zero means masked.
-    Keep(Array),
+    BoolMask(Array),
     Bias(Array),
 }
 
@@ -129,7 +129,7 @@ impl Mask {
             Part::ValidLens(lens) => Part::ValidLens(lens.of_sequence(b)),
             Part::Starts(lens) => Part::Starts(lens.of_sequence(b)),
             Part::Prefix(lens) => Part::Prefix(lens.of_sequence(b)),
-            Part::Keep(keep) => Part::Keep(keep.of_sequence(b)),
+            Part::BoolMask(keep) => Part::BoolMask(keep.of_sequence(b)),
             Part::Bias(bias) => Part::Bias(bias.of_sequence(b)),
             other => other.clone(),
         };
@@ -151,7 +151,7 @@ impl Mask {
     }
 
     fn is_relative(&self) -> bool {
-        let relative = |part: &Part| matches!(part, Part::Window(_) | Part::Band(..) | Part::Chunk(_));
+        let relative = |part: &Part| matches!(part, Part::Window(_) | Part::LocalWindow(..) | Part::Chunk(_));
         self.alignment != Alignment::Free || self.parts.iter().any(relative)
     }
 
@@ -170,11 +170,11 @@ impl Mask {
             Part::ValidLens(lens) => j >= lens.get(b, i),
             Part::Starts(starts) => j < starts.get(b, i),
             Part::Window(w) => position - key > *w as i128 - 1,
-            Part::Band(left, right) => key < position - *left as i128 || key > position + *right as i128,
+            Part::LocalWindow(left, right) => key < position - *left as i128 || key > position + *right as i128,
             Part::Chunk(size) => {
                 (key - first).div_euclid(*size as i128) != (position - first).div_euclid(*size as i128)
             }
-            Part::Keep(keep) => keep.at([b, h, i, j]) == 0.0,
+            Part::BoolMask(keep) => keep.at([b, h, i, j]) == 0.0,
             Part::Prefix(_) | Part::Bias(_) => false,
         };
         (!later || lifted) && !self.parts.iter().any(hidden_by)
@@ -212,7 +212,7 @@ impl Case {
     pub fn sees_without_tensors(&self, [b, i, j]: [usize; 3]) -> bool {
         let first = self.first_key(b, i) as i128;
         self.masks.iter().all(|mask| {
-            let is_interval = |part: &&Part| !matches!(part, Part::Keep(_) | Part::Bias(_));
+            let is_interval = |part: &&Part| !matches!(part, Part::BoolMask(_) | Part::Bias(_));
             let parts: Vec<_> = mask.parts.iter().filter(is_interval).cloned().collect();
             Mask::new(mask.alignment.clone(), parts).sees(&self.dims, first, [b, 0, i, j])
         })
@@ -227,7 +227,7 @@ impl Case {
         }
         let firsts = parts().map(|part| match part {
             Part::Starts(starts) => starts.get(b, i),
-            Part::Keep(keep) => padding(&self.dims, b, |index| keep.at(index) != 0.0),
+            Part::BoolMask(keep) => padding(&self.dims, b, |index| keep.at(index) != 0.0),
             Part::Bias(bias) => padding(&self.dims, b, |index| bias.at(index) > f64::from(f32::MIN)),
             _ => 0,
         });

@@ -52,7 +52,7 @@ pub enum Mask {
     /// An offset for each sequence.
     Offsets,
     Window,
-    Band,
+    LocalWindow,
     Chunk,
     OneLength,
     Lens,
@@ -169,7 +169,7 @@ impl Case {
                 AttentionMask::causal_with_offsets((0..b as i64).map(|i| last - 3 * i).collect::<Vec<_>>())
             }
             Mask::Window => AttentionMask::causal().with_window(t_kv / 3 + 1),
-            Mask::Band => none().with_local_window(t_kv / 4, 2),
+            Mask::LocalWindow => none().with_local_window(t_kv / 4, 2),
             Mask::Chunk => AttentionMask::causal().with_chunk(t_kv / 3 + 1),
             Mask::OneLength => none().with_valid_lens(vec![t_kv / 2 + 1; b]),
             Mask::Lens => none().with_valid_lens(lens(b)),
