@@ -344,7 +344,7 @@ pub fn kernel_recipes() -> impl Strategy<Value = Recipe> {
     let scale = prop_oneof![3 => Just(None), 1 => select(&[0.0, -0.3, 12.0, -300.0][..]).prop_map(Some)];
     (recipes_of(kernel_dims(), &DTYPES), scale, any::<bool>()).prop_map(|(recipe, scale, masks_runs)| Recipe {
         scale,
-        runs,
+        masks_runs,
         ..recipe
     })
 }
