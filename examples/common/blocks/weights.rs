@@ -4,6 +4,7 @@
 use std::ops::{Deref, Range};
 use std::rc::Rc;
 
+use candle_attention::weights::QuantizedWeight;
 use candle_attention::{HeadShard, PackedLinear};
 use candle_core::{Context, DType, Result, Tensor, bail};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder};
@@ -156,19 +157,44 @@ impl<'a> Weights<'a> {
 
     /// Loads a weight like [`linear`](Self::linear) that may be stored as (in, out).
     pub fn linear_stored(&self, sharding: Option<Sharding>, is_transposed: bool) -> Result<PackedLinear> {
+        if let Some(codes) = self.codes(sharding)? {
+            let bias = self.bias(codes.outputs, sharding)?;
+            return PackedLinear::from_quantized(&codes, bias.as_ref());
+        }
         let stored = match sharding {
             Some(of) if is_transposed => self.sharded("weight", Sharding { dim: 1 - of.dim, ..of })?,
             Some(of) => self.sharded("weight", of)?,
             None => self.get_unchecked("weight")?,
         };
         let weight = if is_transposed { stored.t()? } else { stored };
-        let bias = match sharding {
-            _ if !self.contains_tensor("bias") => None,
-            Some(of) if of.dim == 0 => Some(self.sharded("bias", of)?),
-            Some(_) if !self.is_first() => None,
-            _ => Some(self.get(weight.dim(0)?, "bias")?),
-        };
+        let bias = self.bias(weight.dim(0)?, sharding)?;
         PackedLinear::new(&weight, bias.as_ref())
+    }
+
+    /// Loads the bias of a weight with `outputs` outputs, if the checkpoint has one.
+    fn bias(&self, outputs: usize, sharding: Option<Sharding>) -> Result<Option<Tensor>> {
+        match sharding {
+            _ if !self.contains_tensor("bias") => Ok(None),
+            Some(of) if of.dim == 0 => self.sharded("bias", of).map(Some),
+            Some(_) if !self.is_first() => Ok(None),
+            _ => self.get(outputs, "bias").map(Some),
+        }
+    }
+
+    /// Loads a quantised weight (out, in), or this process's shard of it; `None` if the checkpoint has floats, and on a
+    /// device whose products read no codes.
+    fn codes(&self, sharding: Option<Sharding>) -> Result<Option<QuantizedWeight>> {
+        if !self.device().is_cpu() || self.dtype() != DType::F32 {
+            return Ok(None);
+        }
+        let Some(weight) = QuantizedWeight::of_builder(&self.vb, "weight")? else { return Ok(None) };
+        let Some(of) = sharding else { return Ok(Some(weight)) };
+        let len = if of.dim == 0 { weight.outputs } else { weight.inputs };
+        let own = self.shard_of("weight", len, of)?;
+        if own.len() == len {
+            return Ok(Some(weight));
+        }
+        if of.dim == 0 { weight.rows(&[own]).map(Some) } else { weight.columns(own).map(Some) }
     }
 
     /// Returns the names of gate, up and down, if there is an MLP with a gate.
@@ -217,9 +243,17 @@ impl<'a> Weights<'a> {
             }
         }
         let whole = self.get_unchecked_dtype(name, dtype)?;
-        let len = whole.dim(dim)? / part.count;
+        let own = self.shard_of(name, whole.dim(dim)?, of)?;
+        let part = whole.narrow(dim, own.start, own.len())?;
+        if self.shards.is_some() { part.force_contiguous() } else { Ok(part) }
+    }
+
+    /// Returns this process's range of a dimension of a tensor.
+    fn shard_of(&self, name: &str, whole: usize, of: Sharding) -> Result<Range<usize>> {
+        let Sharding { unit, part, .. } = of;
+        let len = whole / part.count;
         let start = part.index * len;
-        let Some(shard) = self.shard() else { return whole.narrow(dim, start, len) };
+        let Some(shard) = self.shard() else { return Ok(start..start + len) };
         if len / unit < shard.world_size() {
             bail!(
                 "[causal_lm] {}.{name} has {} units of {unit}, expected at least one for each of {} shards",
@@ -229,6 +263,6 @@ impl<'a> Weights<'a> {
             )
         }
         let units = shard.rank_range(len / unit);
-        whole.narrow(dim, start + units.start * unit, units.len() * unit)?.force_contiguous()
+        Ok(start + units.start * unit..start + units.end * unit)
     }
 }

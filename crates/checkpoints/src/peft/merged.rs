@@ -8,7 +8,8 @@ use super::OP;
 use super::adapter::Adapter;
 use super::load::Taken;
 use super::names::Stored;
-use candle_attention_modules::base::{accumulation_dtype, moved_names, root, stored_name};
+use super::tensors::MatrixNames;
+use candle_attention_modules::base::{Fact, accumulation_dtype, moved_names, root, stored_name};
 use candle_attention_modules::warn_once;
 
 /// The modules of transformers that are `Conv1D`, whose weights are (in, out), in GPT-2. Other models have linear
@@ -170,6 +171,18 @@ impl MergedWeights {
         Ok(self.adapter.config().fan_in_fan_out())
     }
 
+    /// Returns whether the adapter may change a weight, so that the codes of the model's own are not its numbers.
+    fn may_change(&self, weight: &str) -> bool {
+        let tensors = &self.adapter.tensors;
+        let Some(module) = weight.strip_suffix(".weight") else { return true };
+        let has_matrices = |names: MatrixNames| names.a.is_some() || names.b.is_some();
+        // The matrices of a new adapter are there when a layer has made them.
+        tensors.file.is_none()
+            || has_matrices(tensors.matrix_names(module))
+            || has_matrices(tensors.embedding_names(module))
+            || tensors.parameter_name(weight).is_some()
+    }
+
     fn check(&self) -> Result<()> {
         match &self.problem {
             Some(problem) => bail!("[{OP}] {problem}"),
@@ -211,6 +224,11 @@ impl SimpleBackend for MergedWeights {
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
+        if let Some(weight) = Fact::weight_of_codes(name)
+            && self.may_change(weight)
+        {
+            return false;
+        }
         is_there(&self.vb, name) || self.name_in_adapter(name).is_some()
     }
 }

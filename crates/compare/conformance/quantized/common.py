@@ -20,7 +20,7 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 EMBED_DIM = 64
 VOCABULARY = 32
-# The tokens whose logits a library is asked for.
+# The tokens whose logits are recorded.
 IDS = [3, 17, 8, 30, 1, 22, 9]
 
 

@@ -30,20 +30,22 @@ def write(name, bits, group_size, dtype):
 
 
 def write_whole(name, bits, group_size):
-    """Quantises a whole model, as `mlx_lm.convert` does, and records its logits."""
+    """Quantises a whole model in f16, as `mlx_lm.convert` does, and records its logits in f32."""
     settings = {"group_size": group_size, "bits": bits}
     own = common.config(quantization=settings, quantization_config=settings)
     model = llama.Model(llama.ModelArgs.from_dict(own))
     model.load_weights([(key, mx.array(numbers)) for key, numbers in common.whole_model(bits).items()])
+    model.set_dtype(mx.float16)
     nn.quantize(model, **settings)
+    mx.save_safetensors(
+        str(common.folder(name) / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
+    )
+    model.set_dtype(mx.float32)
     want = {}
     for module_name, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
         if hasattr(module, "scales"):
             whole = mx.dequantize(module.weight, module.scales, module.biases, **settings)
             want[f"{module_name}.weight"] = numpy.array(whole)
-    mx.save_safetensors(
-        str(common.folder(name) / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
-    )
     common.write_config(name, own)
     common.write_want(name, want)
     common.write_logits(name, numpy.array(model(mx.array([common.IDS]))[0]))

@@ -127,7 +127,7 @@ impl AdditiveAttention {
     pub fn new(cfg: &AdditiveAttentionConfig, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
         let source = ParameterReader::new(OP, "d2l", vb)?;
-        let linear = |name, outputs, inputs| source.linear(name, (outputs, inputs), false, None);
+        let linear = |name, outputs, inputs| source.linear(name, (outputs, inputs), false, None)?.to_linear();
         Ok(Self {
             config: cfg.clone(),
             key_proj: linear("W_k", cfg.hidden_size, cfg.key_size)?,

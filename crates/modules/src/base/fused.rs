@@ -1,10 +1,11 @@
 //! Tensors of a checkpoint that contain several projections.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::parameters::{Parameter, Piece, Reordering};
+use super::parameters::{Parameter, Piece, Reordering, Stored};
 use super::query_heads::QueryHeadOrder;
 use super::reader::ParameterReader;
 use super::shard::{HeadShard, Heads, Share};
@@ -59,6 +60,9 @@ impl FusedTensor {
             reader.read_requested(&self.spec)?;
             return Ok(Vec::new());
         }
+        if let Some(parameters) = self.read_codes(reader)? {
+            return Ok(parameters);
+        }
         let is_grouped = self.query_heads == QueryHeadOrder::Grouped;
         if let Some(Share::Heads { heads, .. }) = self.spec.share
             && !is_grouped
@@ -68,6 +72,40 @@ impl FusedTensor {
         let tensor = self.rows_of(reader.read(&self.spec)?)?;
         let parameters = self.split_rows(&tensor).into_iter().zip(&self.parts);
         parameters.map(|(parameter, part)| parameter.narrow(own_rows(part, reader))).collect()
+    }
+
+    /// Returns this rank's rows of each projection in a quantised weight; `None` where the builder has floats, and where
+    /// heads have another order than in this crate.
+    fn read_codes(&self, reader: &ParameterReader) -> Result<Option<Vec<Parameter>>> {
+        let &[first, second] = self.spec.shape.as_slice() else { return Ok(None) };
+        // The weight of a quantised layer is (out, in), also of a layer whose plain weight is (in, out).
+        let is_transposed = match self.dims {
+            StoredDims::OutIn => false,
+            StoredDims::InOut => true,
+            StoredDims::InHeads | StoredDims::HeadsOut => return Ok(None),
+        };
+        if self.query_heads != QueryHeadOrder::Grouped {
+            return Ok(None);
+        }
+        let mut spec = self.spec.clone();
+        if is_transposed {
+            spec.shape = vec![second, first];
+            if let Some(Share::Heads { heads, dim }) = spec.share {
+                spec.share = Some(Share::Heads { heads, dim: 1 - dim });
+            }
+        }
+        let Some(weight) = reader.read_codes(&spec)? else { return Ok(None) };
+        let shared = Arc::new(weight);
+        let mut parameters = Vec::new();
+        let mut start = 0;
+        for part in &self.parts {
+            let range = start / self.groups..(start + part.count) / self.groups;
+            let vb = &reader.vb;
+            let rows = Parameter::of_quantized(shared.clone(), self.groups, range, vb.device(), vb.dtype())?;
+            parameters.push(rows.narrow(own_rows(part, reader))?);
+            start += part.count;
+        }
+        Ok(Some(parameters))
     }
 
     /// Splits a tensor that has the same rows as this one, (rows, ..), into the rows of each projection.
@@ -80,7 +118,8 @@ impl FusedTensor {
             let range = start / self.groups..(start + part.count) / self.groups;
             let reordered = (part.heads == Some(Heads::Query) && !is_grouped)
                 .then_some(Reordering { order: self.query_heads, dim: 0 });
-            let piece = Piece { tensor: tensor.clone(), groups: self.groups, range, reordered, dtype: tensor.dtype() };
+            let stored = Stored::Tensor(tensor.clone());
+            let piece = Piece { stored, groups: self.groups, range, reordered, dtype: tensor.dtype() };
             parameters.push(Parameter::from(piece));
             start += part.count;
         }
@@ -97,7 +136,7 @@ impl FusedTensor {
         Parameter::from(Piece {
             range: 0..matrix.dims()[0],
             groups: 1,
-            tensor: matrix.clone(),
+            stored: Stored::Tensor(matrix.clone()),
             reordered,
             dtype: matrix.dtype(),
         })
@@ -119,7 +158,8 @@ impl FusedTensor {
     fn reordered_columns(&self, weight: Tensor) -> Result<Parameter> {
         let rows = weight.dim(0)?;
         let reordered = Some(Reordering { order: self.query_heads, dim: 1 });
-        Ok(Parameter::from(Piece { dtype: weight.dtype(), tensor: weight, groups: 1, range: 0..rows, reordered }))
+        let dtype = weight.dtype();
+        Ok(Parameter::from(Piece { stored: Stored::Tensor(weight), groups: 1, range: 0..rows, reordered, dtype }))
     }
 
     /// Returns the rows of each projection, in a dtype, of other values of the whole tensor, as stored. A variable is

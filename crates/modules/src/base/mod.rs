@@ -6,6 +6,7 @@ mod facts;
 mod fields;
 mod fused;
 mod graph;
+mod linear_reader;
 mod low_rank;
 mod nearest;
 mod optional_ref;

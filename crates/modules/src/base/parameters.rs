@@ -3,29 +3,53 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Error, Result, Tensor};
+use candle_core::{DType, Device, Error, Result, Tensor};
 use candle_nn::{Linear, VarMap};
 
+use super::quantized_weight::QuantizedWeight;
 use super::query_heads::QueryHeadOrder;
 use super::reader::root;
 
-/// A parameter that was read: rows of tensors, one after the other. Training may change the tensors in place.
+/// A parameter that was read: rows of tensors or of quantised weights, one after the other. Training may change the
+/// tensors in place.
 #[derive(Debug, Clone, Default)]
 pub struct Parameter(Vec<Piece>);
 
 /// Rows of a tensor (rows, ..) that is divided into `groups` of equal size: `range` of each group.
 #[derive(Debug, Clone)]
 pub(super) struct Piece {
-    pub tensor: Tensor,
+    pub stored: Stored,
     pub groups: usize,
     pub range: Range<usize>,
     /// The order of the query heads in these rows, where it is not this crate's.
     pub reordered: Option<Reordering>,
     /// The dtype that the rows are read in.
     pub dtype: DType,
+}
+
+/// The tensor or the weight of a piece.
+#[derive(Debug, Clone)]
+pub(super) enum Stored {
+    Tensor(Tensor),
+    /// A weight whose codes are multiplied as they are.
+    Quantized {
+        weight: Arc<QuantizedWeight>,
+        /// An empty tensor (0, in) on the device and in the dtype of the numbers.
+        empty: Tensor,
+    },
+}
+
+impl Stored {
+    /// Returns whether training may change the numbers.
+    fn is_tracked(&self) -> bool {
+        match self {
+            Self::Tensor(tensor) => tensor.track_op(),
+            Self::Quantized { .. } => false,
+        }
+    }
 }
 
 /// An order of query heads along a dimension.
@@ -37,7 +61,9 @@ pub(super) struct Reordering {
 
 impl From<Tensor> for Parameter {
     fn from(tensor: Tensor) -> Self {
-        Self(vec![Piece { groups: 1, range: 0..tensor.dims()[0], dtype: tensor.dtype(), tensor, reordered: None }])
+        let range = 0..tensor.dims()[0];
+        let dtype = tensor.dtype();
+        Self(vec![Piece { stored: Stored::Tensor(tensor), groups: 1, range, reordered: None, dtype }])
     }
 }
 
@@ -61,8 +87,9 @@ impl Piece {
 
     /// Returns whether the rows of `next` follow these rows in one tensor.
     fn is_followed_by(&self, next: &Self) -> bool {
+        let (Stored::Tensor(own), Stored::Tensor(other)) = (&self.stored, &next.stored) else { return false };
         let is_plain = |piece: &Self| piece.groups == 1 && piece.reordered.is_none();
-        let is_adjacent = self.tensor.id() == next.tensor.id() && self.range.end == next.range.start;
+        let is_adjacent = own.id() == other.id() && self.range.end == next.range.start;
         is_plain(self) && is_plain(next) && is_adjacent
     }
 
@@ -76,18 +103,35 @@ impl Piece {
     }
 
     fn stored_rows(&self) -> Result<Tensor> {
-        let rows = self.tensor.dims()[0];
-        let columns = &self.tensor.dims()[1..];
+        let tensor = match &self.stored {
+            Stored::Tensor(tensor) => tensor,
+            Stored::Quantized { weight, empty } => {
+                return self.quantized_rows(weight)?.dequantize()?.to_device(empty.device());
+            }
+        };
+        let rows = tensor.dims()[0];
+        let columns = &tensor.dims()[1..];
         let start = self.range.start;
         let len = self.range.len();
         match self.groups {
-            1 if len == rows => Ok(self.tensor.clone()),
-            1 => self.tensor.narrow(0, start, len)?.contiguous(),
+            1 if len == rows => Ok(tensor.clone()),
+            1 => tensor.narrow(0, start, len)?.contiguous(),
             groups => {
-                let grouped = self.tensor.reshape([&[groups, rows / groups], columns].concat())?;
+                let grouped = tensor.reshape([&[groups, rows / groups], columns].concat())?;
                 grouped.narrow(1, start, len)?.contiguous()?.flatten(0, 1)
             }
         }
+    }
+
+    /// Returns these rows of a quantised weight: the weight itself where they are all rows, or a copy.
+    fn quantized_rows(&self, weight: &Arc<QuantizedWeight>) -> Result<Arc<QuantizedWeight>> {
+        if self.num_rows() == weight.outputs {
+            return Ok(weight.clone());
+        }
+        let step = weight.outputs / self.groups;
+        let ranges: Vec<_> =
+            (0..self.groups).map(|group| group * step + self.range.start..group * step + self.range.end).collect();
+        weight.rows(&ranges).map(Arc::new)
     }
 }
 
@@ -101,6 +145,10 @@ impl Parameter {
     pub fn narrow(self, own: Range<usize>) -> Result<Self> {
         if own.len() == self.num_rows() {
             return Ok(self);
+        }
+        if let Some(weight) = self.quantized()? {
+            let rows = weight.rows(std::slice::from_ref(&own))?;
+            return Self::of_quantized(Arc::new(rows), 1, 0..own.len(), self.first().device(), self.dtype());
         }
         Ok(self.tensor()?.narrow(0, own.start, own.len())?.force_contiguous()?.into())
     }
@@ -128,9 +176,43 @@ impl Parameter {
         if tensors.len() == 1 { Ok(tensors.remove(0)) } else { Tensor::cat(&tensors, 0) }
     }
 
-    /// Returns the tensor that has the first row. It may be in another dtype than the [parameter](Self::dtype).
+    /// Returns a parameter of rows of a quantised weight, which is divided into groups of rows: `range` of each group.
+    pub(super) fn of_quantized(
+        weight: Arc<QuantizedWeight>,
+        groups: usize,
+        range: Range<usize>,
+        device: &Device,
+        dtype: DType,
+    ) -> Result<Self> {
+        let empty = Tensor::zeros((0, weight.inputs), dtype, device)?;
+        let stored = Stored::Quantized { weight, empty };
+        Ok(Self::from(Piece { stored, groups, range, reordered: None, dtype }))
+    }
+
+    /// Returns whether some rows are those of a quantised weight.
+    pub fn has_codes(&self) -> bool {
+        self.0.iter().any(|piece| matches!(piece.stored, Stored::Quantized { .. }))
+    }
+
+    /// Returns the rows as one quantised weight; `None` where rows are of tensors, or of weights in several formats.
+    pub fn quantized(&self) -> Result<Option<Arc<QuantizedWeight>>> {
+        let mut pieces = Vec::new();
+        for piece in &self.0 {
+            let Stored::Quantized { weight, .. } = &piece.stored else { return Ok(None) };
+            pieces.push(piece.quantized_rows(weight)?);
+        }
+        if let [only] = &pieces[..] {
+            return Ok(Some(only.clone()));
+        }
+        Ok(QuantizedWeight::join(&Vec::from_iter(pieces.iter().map(Arc::as_ref))).map(Arc::new))
+    }
+
+    /// Returns the tensor that has the first row. It may be in another dtype than the [parameter](Self::dtype). For a
+    /// quantised weight it is an empty tensor with the columns, the dtype and the device of the numbers.
     pub fn first(&self) -> &Tensor {
-        &self.0[0].tensor
+        match &self.0[0].stored {
+            Stored::Tensor(tensor) | Stored::Quantized { empty: tensor, .. } => tensor,
+        }
     }
 
     /// Returns the dtype in which the parameter is read.
@@ -143,19 +225,25 @@ impl Parameter {
     pub fn in_dtype(self, dtype: DType) -> Result<Self> {
         let mut pieces = Vec::new();
         for piece in self.0 {
-            let tensor = if piece.tensor.track_op() { piece.tensor.clone() } else { piece.tensor.to_dtype(dtype)? };
-            pieces.push(Piece { tensor, dtype, ..piece });
+            let stored = match &piece.stored {
+                Stored::Tensor(tensor) if !tensor.track_op() => Stored::Tensor(tensor.to_dtype(dtype)?),
+                other => other.clone(),
+            };
+            pieces.push(Piece { stored, dtype, ..piece });
         }
         Ok(Self(pieces))
     }
 
     /// Returns whether training may change the parameter, so that a copy would not stay the same.
     pub fn is_tracked(&self) -> bool {
-        self.0.iter().any(|piece| piece.tensor.track_op())
+        self.0.iter().any(|piece| piece.stored.is_tracked())
     }
 
     /// Returns a copy with the current values of variables.
     pub fn freeze(&self) -> Result<Self> {
+        if self.has_codes() && !self.is_tracked() {
+            return Ok(self.clone());
+        }
         Ok(frozen(&self.tensor()?)?.into())
     }
 }
@@ -200,10 +288,7 @@ impl WeightAndBias {
         let bias = |own: &&Self| match &own.bias {
             Some(bias) => Ok(bias.clone()),
             // Adding zero changes no number.
-            None => {
-                let device = own.weight.first().device();
-                Ok(Tensor::zeros(own.weight.num_rows(), own.weight.dtype(), device)?.into())
-            }
+            None => Ok(Tensor::zeros(own.weight.num_rows(), own.weight.dtype(), own.weight.first().device())?.into()),
         };
         let has_bias = all.iter().any(|own| own.bias.is_some());
         let bias = has_bias.then(|| all.iter().map(bias).collect::<Result<Parameter>>()).transpose()?;

@@ -3,15 +3,15 @@
 use std::ops::Range;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
+use candle_nn::VarBuilder;
 use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder, SimpleBackend};
-use candle_nn::{Linear, VarBuilder};
 
 use super::expect::{fits_in_memory, floats_on, floats_text};
 use super::facts::{Fact, has_integers, is_claimed_by_all};
 use super::quantization::QuantizationSigns;
 use super::shard::{HeadCounts, HeadShard, Heads, Share};
-use super::spec::{NO_BIAS, ParameterSpec};
+use super::spec::ParameterSpec;
 
 /// The suffixes that the name of a float8 weight's scale adds to the name of the weight. Weights are multiplied by
 /// both, also by the one that is called `inv`.
@@ -188,20 +188,6 @@ impl<'a> ParameterReader<'a> {
         whole.narrow(dim, range.start, range.len())?.force_contiguous()
     }
 
-    /// Returns `name.weight` of shape (out, in), and `name.bias` (out,) if `has_bias`. Where heads divide one of the
-    /// two dimensions, they are this rank's shard.
-    ///
-    /// # Errors
-    /// As [`read_requested`](Self::read_requested).
-    pub fn linear(&self, name: &str, shape: (usize, usize), has_bias: bool, share: Option<Share>) -> Result<Linear> {
-        let reader = self.pp(name);
-        let weight =
-            reader.read(&ParameterSpec { share, ..ParameterSpec::new("weight", [shape.0, shape.1], LINEAR_WEIGHT) })?;
-        let bias_share = if let Some(Share::Heads { dim: 1, .. }) = share { Some(Share::Sum) } else { share };
-        let spec = ParameterSpec { share: bias_share, ..ParameterSpec::new("bias", [shape.0], linear_bias(shape.1)) };
-        Ok(Linear::new(weight, reader.read_requested(&spec.only_if(has_bias, NO_BIAS))?))
-    }
-
     /// Refuses tensors that would be passed over although they change the output.
     ///
     /// # Errors
@@ -257,7 +243,7 @@ impl<'a> ParameterReader<'a> {
         bail!("[{}] {message} (layout {})", self.op, self.layout)
     }
 
-    fn full_name(&self, name: &str) -> String {
+    pub(super) fn full_name(&self, name: &str) -> String {
         match self.vb.prefix() {
             prefix if prefix.is_empty() => name.to_string(),
             prefix => format!("{prefix}.{name}"),
@@ -265,7 +251,7 @@ impl<'a> ParameterReader<'a> {
     }
 
     /// Returns an error with the shape that was expected, instead of the error of a builder.
-    fn explain(&self, name: &str, expected: &Shape, error: Error) -> Error {
+    pub(super) fn explain(&self, name: &str, expected: &Shape, error: Error) -> Error {
         let problem = match root(&error) {
             Error::CannotFindTensor { .. } | Error::SafeTensor(safetensors::SafeTensorError::TensorNotFound(_)) => {
                 format!(" is missing, expected shape {expected:?}")

@@ -9,6 +9,7 @@ mod matrix;
 mod product;
 mod projections;
 mod quantized;
+mod read;
 
 use std::sync::Arc;
 
@@ -93,21 +94,28 @@ enum Weight {
 }
 
 /// Loads a [`PackedLinear`], as [`candle_nn::linear`](candle_nn::linear()) does: `weight` (out, in) and `bias` (out,)
-/// below the prefix of `vb`.
+/// below the prefix of `vb`. A quantised weight of a builder that [`weights::open`](crate::weights::open) made keeps its
+/// codes.
 ///
 /// # Errors
 /// For missing or misshapen tensors.
 pub fn packed_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<PackedLinear> {
-    candle_nn::linear(in_dim, out_dim, vb)?.try_into()
+    match read::codes_of_builder(in_dim, out_dim, true, &vb)? {
+        Some(packed) => Ok(packed),
+        None => candle_nn::linear(in_dim, out_dim, vb)?.try_into(),
+    }
 }
 
 /// Loads a [`PackedLinear`] without a bias, as [`candle_nn::linear_no_bias`](candle_nn::linear_no_bias()) does:
-/// `weight` (out, in) below the prefix of `vb`.
+/// `weight` (out, in) below the prefix of `vb`, which keeps its codes as with [`packed_linear`].
 ///
 /// # Errors
 /// For a missing or misshapen tensor.
 pub fn packed_linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<PackedLinear> {
-    candle_nn::linear_no_bias(in_dim, out_dim, vb)?.try_into()
+    match read::codes_of_builder(in_dim, out_dim, false, &vb)? {
+        Some(packed) => Ok(packed),
+        None => candle_nn::linear_no_bias(in_dim, out_dim, vb)?.try_into(),
+    }
 }
 
 /// Loads a [`PackedLinear`] with or without a bias.

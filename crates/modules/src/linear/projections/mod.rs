@@ -77,19 +77,18 @@ impl SharedWeight {
 
 impl PackedProjection {
     /// Creates projections of inputs of one width. They share one packed weight, or have a weight each if one of them
-    /// is tracked for gradients.
+    /// is tracked for gradients, or has codes that cannot be in one weight with the others.
     pub fn of_rows(all: &[&WeightAndBias]) -> Result<Vec<Self>> {
         let is_tracked = all.iter().any(|rows| rows.is_tracked());
         if is_tracked && all.len() > 1 {
             return Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat());
         }
         let joined = WeightAndBias::join(all)?;
+        if all.len() > 1 && joined.weight.has_codes() && joined.weight.quantized()?.is_none() {
+            return Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat());
+        }
         let outputs = all.iter().map(|rows| Outputs { count: rows.weight.num_rows(), has_bias: rows.bias.is_some() });
-        let weight = if is_tracked {
-            SharedWeight::Tracked(joined)
-        } else {
-            SharedWeight::Packed(joined.to_linear()?.try_into()?)
-        };
+        let weight = if is_tracked { SharedWeight::Tracked(joined) } else { SharedWeight::Packed(joined.try_into()?) };
         Ok(Self::columns_of(weight, outputs))
     }
 
