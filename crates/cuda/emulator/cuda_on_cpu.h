@@ -18,3 +18,4 @@
 #include "machine.h"
 #include "memory.h"
 #include "matrices.h"
+#include "registered.h"

@@ -55,7 +55,7 @@ static void run(const LinearCase& test, int rows) {
     arguments.rows = rows, arguments.width = k, arguments.outputs = n, arguments.product_warps = test.product_warps;
     arguments.is_aligned = !test.is_shifted && k % LINEAR_CHUNK == 0, arguments.activation = test.activation;
     const int pairs = test.has_up ? n : divide_up(n, 2);
-    launch("linear_rows", divide_up(pairs * test.product_warps, LINEAR_WARPS), 1, 1, LINEAR_WARPS * 32, LINEAR_SHARED,
+    launch("linear_rows", divide_up(pairs * test.product_warps, LINEAR_WARPS), 1, 1, LINEAR_WARPS * 32, LINEAR_WARPS * LINEAR_ROWS * 8,
            arguments, linear_rows);
 
     Numbers outputs;

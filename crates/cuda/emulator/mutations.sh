@@ -5,6 +5,7 @@ set -u
 here="$(cd "$(dirname "$0")" && pwd)"
 copy="$(mktemp -d)"
 trap 'rm -rf "$copy"' EXIT
+cargo run --quiet --manifest-path "$here/../Cargo.toml" --example specializations -- headers "$copy/headers" || exit 1
 missed=0
 only="${1:-}"
 
@@ -12,7 +13,7 @@ only="${1:-}"
 mutate() {
     local name="$1" macros="$2" file="$3"
     [[ $name == *"$only"* ]] || return
-    rm -rf "$copy"/* && cp -r "$here/../kernels" "$here" "$copy"
+    rm -rf "$copy/kernels" "$copy/emulator" && cp -r "$here/../kernels" "$here" "$copy"
     python3 - "$copy/kernels/$file" "$4" "$5" <<'PY' || { echo "$name: the text is not in $file"; missed=1; return; }
 import sys
 path, old, new = sys.argv[1:]
@@ -21,7 +22,7 @@ if old not in text:
     sys.exit(1)
 open(path, "w").write(text.replace(old, new, 1))
 PY
-    if ! "${CXX:-g++}" -std=c++17 -O1 -w -DEMULATOR -I"$copy/kernels" -I"$copy/emulator" $macros \
+    if ! "${CXX:-g++}" -std=c++17 -O1 -w -DEMULATOR -I"$copy/kernels" -I"$copy/emulator" -I"$copy/headers" $macros \
         "$copy/emulator/attention_tests.cpp" -o "$copy/tests"; then
         echo "$name: does not compile"
         missed=1

@@ -149,7 +149,7 @@ static void run(const NormCase& test) {
     arguments.parts = parts, arguments.activation = test.activation, arguments.epsilon = float(eps);
     launch("gated_norm_forward", divide_up(rows, NORM_WARPS), test.heads, 1, NORM_WARPS * 32, 0, arguments,
            gated_norm_forward);
-    launch("gated_norm_backward", parts, test.heads, 1, NORM_WARPS * 32, NORM_SHARED, arguments, gated_norm_backward);
+    launch("gated_norm_backward", parts, test.heads, 1, NORM_WARPS * 32, NORM_WARPS * NORM_LANES * 32 * 4, arguments, gated_norm_backward);
     launch("gated_norm_sum_weights", divide_up(weight_count, 128), 1, 1, 128, 0, arguments, gated_norm_sum_weights);
 
     Numbers outputs, input_gradients, gate_gradients, weight_gradients(weight_count, 0);

@@ -1,16 +1,17 @@
 #!/bin/bash
-# Runs the tests of all kernels but attention's on the emulator: run_delta_tests.sh [--quick]. It needs a C++ compiler,
-# and neither a GPU nor CUDA. With `--quick`, one specialisation of each element type.
+# Runs the tests of all kernels but attention's on the emulator: run_delta_tests.sh [--quick]. It needs a C++ compiler
+# and cargo, and neither a GPU nor CUDA. With `--quick`, one specialisation of each element type.
 set -euo pipefail
 cd "$(dirname "$0")"
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
+cargo run --quiet -p candle-attention-cuda --example specializations -- headers "$build/headers"
 failed=0
 # test <source> <flags>
 test() {
     local source=$1
     shift
-    "${CXX:-c++}" -std=c++20 -O1 -w -DEMULATOR -I. -I../kernels "$@" "$source" -o "$build/test"
+    "${CXX:-c++}" -std=c++20 -O1 -w -DEMULATOR -I. -I../kernels -I"$build/headers" "$@" "$source" -o "$build/test"
     echo "$source $*"
     "$build/test" || failed=1
 }

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Tests the attention kernels on the emulator, with a C++ compiler only (CXX, by default g++).
+# Tests the attention kernels on the emulator, with a C++ compiler (CXX, by default g++) and cargo, which prints the
+# headers of structs that are declared in Rust.
 #
 #   run_tests.sh            all specialisations: some 20 minutes on 2 cores
 #   run_tests.sh --quick    a few that use every kernel and every feature: about a minute
@@ -11,7 +12,9 @@
 set -u
 here="$(cd "$(dirname "$0")" && pwd)"
 programs="${CARGO_TARGET_DIR:-$here/../../../target}/emulator"
+headers="$programs/headers"
 mkdir -p "$programs"
+cargo run --quiet --manifest-path "$here/../Cargo.toml" --example specializations -- headers "$headers" || exit 1
 
 # Forward and decode in f16 with two row tiles; bf16 with odd sizes, one element at a time; f32; both backward passes;
 # each score modifier and each gradient; both reads of 8-bit codes.
@@ -92,7 +95,7 @@ all='
 test_one() {
     local macros="$1" program
     program="$programs/attention_tests_$(md5sum <<<"$macros" | cut -c1-16)"
-    if ! "${CXX:-g++}" -std=c++17 -O1 -w -DEMULATOR -I"$here/../kernels" -I"$here" $macros "$here/attention_tests.cpp" -o "$program"; then
+    if ! "${CXX:-g++}" -std=c++17 -O1 -w -DEMULATOR -I"$here/../kernels" -I"$here" -I"$headers" $macros "$here/attention_tests.cpp" -o "$program"; then
         echo "$macros: does not compile"
         return 1
     fi
@@ -103,7 +106,7 @@ test_one() {
     return $status
 }
 export -f test_one
-export here programs
+export here programs headers
 
 case "${1:-}" in
     --quick) list="$quick" ;;

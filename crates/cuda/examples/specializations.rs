@@ -1,27 +1,37 @@
 //! Prints what users' programs compile, one JSON object a line: the sources, then every program for every compute
 //! capability. With the argument `tiles`, it prints the macros of programs that together have every tile, one a line.
+//! With `headers` and a folder, it writes the headers that are printed from structs in Rust.
 
-use candle_attention_cuda::{Capability, Limits, catalogue, options_of_every_tile, source_text};
+use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
+
+use candle_attention_cuda::{Capability, CatalogueEntry, Limits, catalogue, options_of_every_tile, write_headers};
 use serde_json::json;
 
-fn main() {
-    if std::env::args().nth(1).as_deref() == Some("tiles") {
-        for options in options_of_every_tile() {
-            println!("{}", options.join(" "));
-        }
-        return;
+fn main() -> io::Result<()> {
+    let arguments: Vec<_> = std::env::args().skip(1).collect();
+    let arguments: Vec<_> = arguments.iter().map(String::as_str).collect();
+    match arguments.as_slice() {
+        [] => print_programs(),
+        ["tiles"] => options_of_every_tile().iter().for_each(|options| println!("{}", options.join(" "))),
+        ["headers", folder] => write_headers(Path::new(folder))?,
+        other => return Err(io::Error::other(format!("expected `tiles`, or `headers` and a folder, found {other:?}"))),
     }
+    Ok(())
+}
+
+fn print_programs() {
     let capabilities = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)];
     let entries_of = |(major, minor)| {
         let capability = Capability { major, minor };
         (capability, catalogue(&Limits::of_capability(capability)))
     };
     let all: Vec<_> = capabilities.map(entries_of).into();
-    let mut sources: Vec<&str> = all.iter().flat_map(|(_, entries)| entries).map(|entry| entry.source).collect();
-    sources.sort_unstable();
-    sources.dedup();
-    for source in sources {
-        println!("{}", json!({ "program": source, "text": source_text(source) }));
+    let sources: BTreeMap<&str, &CatalogueEntry> =
+        all.iter().flat_map(|(_, entries)| entries).map(|entry| (entry.source, entry)).collect();
+    for (source, entry) in sources {
+        println!("{}", json!({ "program": source, "text": entry.source_text() }));
     }
     for (capability, entries) in all {
         for entry in entries {

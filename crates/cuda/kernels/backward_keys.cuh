@@ -10,7 +10,7 @@
 #include "specialization.cuh"
 #include "shared_layout.cuh"
 #include "device.cuh"
-#include "arguments.cuh"
+#include "attention_arguments.cuh"
 #include "products.cuh"
 #include "loads.cuh"
 #include "masks.cuh"
@@ -303,4 +303,7 @@ KERNEL(attention_backward_keys, KEY_THREADS, 1, AttentionArguments) {
                          values_to, arguments.value_gradient_strides.row);
     }
 }
+#if FUSED_BACKWARD
+WAITS_FOR_EARLIER_BLOCKS(attention_backward_keys)
+#endif
 #endif

@@ -1,10 +1,8 @@
 // The decays and betas of a gated delta net from their projections, a decay for each thread.
 //
-// Grid: (ceil(B * T * H * W / 128)). Threads: 128.
+// Grid: (ceil(B * T * H * W / GATES_THREADS)). Threads: GATES_THREADS.
 #include "activations.cuh"
 #include "delta_gates_arguments.cuh"
-
-#define GATES_THREADS 128
 
 KERNEL(delta_gates, GATES_THREADS, 1, DeltaGatesArguments) {
     const i64 index = (i64)block_index() * GATES_THREADS + thread_index();

@@ -13,10 +13,16 @@
 
 #ifdef EMULATOR
 #include "cuda_on_cpu.h"
+// KERNEL begins the definition of a kernel. WAITS_FOR_EARLIER_BLOCKS after it says that its blocks wait for those that
+// start before, so that the emulator starts the first block first.
 #define DEVICE static inline
 #define DEVICE_METHOD
 #define UNROLL
-#define KERNEL(name, threads, blocks_per_processor, Arguments) static void name(const Arguments& arguments)
+#define KERNEL(name, threads, blocks_per_processor, Arguments)          \
+    static void name(const Arguments& arguments);                       \
+    static const emulator::Registration name##_registration(#name, name); \
+    static void name(const Arguments& arguments)
+#define WAITS_FOR_EARLIER_BLOCKS(name) static const emulator::WaitsForBlocks name##_order(#name);
 #else
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -29,6 +35,7 @@ typedef long long i64;
 #define KERNEL(name, threads, blocks_per_processor, Arguments)                         \
     extern "C" __global__ void __launch_bounds__(threads, blocks_per_processor) name( \
         const __grid_constant__ Arguments arguments)
+#define WAITS_FOR_EARLIER_BLOCKS(name)
 extern __shared__ __align__(128) char shared_memory[];
 #endif
 

@@ -4,7 +4,7 @@
 #pragma once
 #include "specialization.cuh"
 #include "device.cuh"
-#include "arguments.cuh"
+#include "attention_arguments.cuh"
 
 DEVICE void philox(u32 (&counter)[4], u32 key0, u32 key1) {
     UNROLL for (int round = 0; round < 7; round++) {

@@ -8,7 +8,7 @@
 #include "specialization.cuh"
 #include "shared_layout.cuh"
 #include "device.cuh"
-#include "arguments.cuh"
+#include "attention_arguments.cuh"
 #include "products.cuh"
 #include "loads.cuh"
 #include "codes.cuh"

@@ -6,7 +6,7 @@
 // order of the warps. The bits of an output depend on its row of the input alone, not on the number of rows.
 //
 // Grid: ceil(pairs * product_warps / LINEAR_WARPS), with ceil(N / 2) pairs, or N pairs if there are up weights. Threads:
-// LINEAR_WARPS * 32. Shared memory: LINEAR_SHARED bytes.
+// LINEAR_WARPS * 32. Shared memory: two floats for each warp and row.
 #pragma once
 
 #include "activations.cuh"
@@ -15,8 +15,6 @@
 #ifndef LINEAR_ROWS // the most rows of a call: 1, 2, 4 or 8
 #define LINEAR_ROWS 1
 #endif
-#define LINEAR_WARPS 8
-#define LINEAR_SHARED (LINEAR_WARPS * 2 * LINEAR_ROWS * 4)
 #define LINEAR_CHUNK (ELEMENT == 2 ? 4 : 8)     // elements of a load of 16 bytes
 #define LINEAR_LOADS (LINEAR_ROWS <= 2 ? 4 : 2) // loads of a row of weights that are underway at a time
 

@@ -7,7 +7,7 @@
 #include "specialization.cuh"
 #include "shared_layout.cuh"
 #include "device.cuh"
-#include "arguments.cuh"
+#include "attention_arguments.cuh"
 #include "loads.cuh"
 #include "modifiers.cuh"
 #include "key_block.cuh"

@@ -3,7 +3,7 @@
 #pragma once
 #include "specialization.cuh"
 #include "device.cuh"
-#include "arguments.cuh"
+#include "attention_arguments.cuh"
 #include "softmax.cuh"
 
 #if KERNEL_SET & 4

@@ -2,7 +2,7 @@
 #pragma once
 #include "specialization.cuh"
 #include "device.cuh"
-#include "arguments.cuh"
+#include "attention_arguments.cuh"
 #include "loads.cuh"
 #include "masks.cuh"
 

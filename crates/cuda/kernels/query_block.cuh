@@ -1,7 +1,7 @@
 // A block of queries of a head, of the forward pass and of the gradient of the queries.
 #pragma once
 #include "device.cuh"
-#include "arguments.cuh"
+#include "attention_arguments.cuh"
 #include "masks.cuh"
 #include "dropout.cuh"
 #include "modifiers.cuh"

@@ -5,7 +5,7 @@
 #pragma once
 #include "specialization.cuh"
 #include "device.cuh"
-#include "arguments.cuh"
+#include "attention_arguments.cuh"
 
 // The factor from a difference of scores to an exponent of 2. Scores that are not modified are products.
 DEVICE float exponent_scale(const AttentionArguments& arguments) {

@@ -1,239 +1,204 @@
-//! The argument of the attention kernels, as `kernels/arguments.cuh` declares it.
+//! The argument of the attention kernels.
 
-/// The address of memory on the device; 0 for a pointer that a call does not need.
-pub(crate) type Address = u64;
+use crate::kernel_pointers::{Elements, Input, Output, RowStrides, ScoreStrides};
+use crate::kernel_struct::kernel_struct;
 
-/// The strides of a tensor (B, H, T, D) in elements. Its last dimension is contiguous.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct RowStrides {
-    pub sequence: i64,
-    pub head: i64,
-    pub row: i64,
-}
-
-/// The strides in elements of a tensor that is broadcast to the scores (B, H, T_q, T_kv).
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct ScoreStrides {
-    pub sequence: i64,
-    pub head: i64,
-    pub query: i64,
-    pub key: i64,
-}
-
-/// The argument of every attention kernel. The source documents the fields.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct AttentionArguments {
-    pub queries: Address,
-    pub keys: Address,
-    pub values: Address,
-    pub key_scales: Address,
-    pub value_scales: Address,
-    pub output: Address,
-    pub log_sum_exp: Address,
-    pub row_statistics: Address,
-
-    pub bias: Address,
-    pub boolean_mask: Address,
-    pub alibi_slopes: Address,
-    pub relative_bias: Address,
-    pub relative_bias_origins: Address,
-    pub sinks: Address,
-    pub dropout_seed: Address,
-
-    pub cumulative_queries: Address,
-    pub cumulative_keys: Address,
-    pub offsets: Address,
-    pub key_lengths: Address,
-    pub key_starts: Address,
-    pub prefix_lengths: Address,
-    pub first_keys: Address,
-    pub end_keys: Address,
-
-    pub partial_outputs: Address,
-    pub partial_statistics: Address,
-
-    pub output_gradient: Address,
-    pub log_sum_exp_gradient: Address,
-    pub query_gradient: Address,
-    pub key_gradient: Address,
-    pub value_gradient: Address,
-    pub score_gradient: Address,
-    pub bias_gradient: Address,
-    pub sink_gradient: Address,
-    pub slope_gradient: Address,
-    pub relative_bias_gradient: Address,
-
-    pub delta: Address,
-    pub query_intervals: Address,
-    pub tile_intervals: Address,
-    pub query_gradient_sums: Address,
-    pub query_gradient_turns: Address,
-    pub slope_gradient_parts: Address,
-    pub relative_bias_parts: Address,
-
-    pub query_strides: RowStrides,
-    pub key_strides: RowStrides,
-    pub value_strides: RowStrides,
-    pub key_scale_strides: RowStrides,
-    pub value_scale_strides: RowStrides,
-    pub output_strides: RowStrides,
-    pub output_gradient_strides: RowStrides,
-    pub query_gradient_strides: RowStrides,
-    pub key_gradient_strides: RowStrides,
-    pub value_gradient_strides: RowStrides,
-    pub bias_strides: ScoreStrides,
-    pub boolean_mask_strides: ScoreStrides,
-    pub relative_bias_sequence_stride: i64,
-    pub relative_bias_head_stride: i64,
-
-    pub sequences: i32,
-    pub heads: i32,
-    pub key_heads: i32,
-    pub query_count: i32,
-    pub key_count: i32,
-
-    pub has_offset: i32,
-    pub offset: i32,
-    pub causal: i32,
-    pub window_left: i32,
-    pub window_right: i32,
-    pub chunk: i32,
-
-    pub relative_bias_origin: i32,
-    pub relative_bias_length: i32,
-
-    pub splits: i32,
-    pub blocks: i32,
-    pub section_heads: i32,
-    pub query_tiles: i32,
-    pub key_blocks: i32,
-    pub first_pair: i32,
-    pub pairs: i32,
-
-    pub scale: f32,
-    pub softcap: f32,
-    pub kept_weight_factor: f32,
-    pub dropout_threshold: u32,
-    pub dropout_seed_low: u32,
-    pub dropout_seed_high: u32,
-
-    pub bias_sequences: i32,
-    pub bias_heads: i32,
-    pub bias_queries: i32,
-    pub bias_keys: i32,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::cpp;
-    use std::mem::offset_of;
-
-    /// Lists the names and the offsets of fields.
-    macro_rules! offsets {
-        ($($field:ident),* $(,)?) => {
-            vec![$((stringify!($field), offset_of!(AttentionArguments, $field))),*]
-        };
-    }
-
-    #[test]
-    fn fields_of_arguments_have_the_offsets_of_the_source() {
-        let Some(printed) = cpp::run("offsets.cpp", &["-DELEMENT=1"]) else { return };
-        let mut expected = vec![("AttentionArguments", size_of::<AttentionArguments>())];
-        expected.extend(offsets![
-            queries,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            output,
-            log_sum_exp,
-            row_statistics,
-            bias,
-            boolean_mask,
-            alibi_slopes,
-            relative_bias,
-            relative_bias_origins,
-            sinks,
-            dropout_seed,
-            cumulative_queries,
-            cumulative_keys,
-            offsets,
-            key_lengths,
-            key_starts,
-            prefix_lengths,
-            first_keys,
-            end_keys,
-            partial_outputs,
-            partial_statistics,
-            output_gradient,
-            log_sum_exp_gradient,
-            query_gradient,
-            key_gradient,
-            value_gradient,
-            score_gradient,
-            bias_gradient,
-            sink_gradient,
-            slope_gradient,
-            relative_bias_gradient,
-            delta,
-            query_intervals,
-            tile_intervals,
-            query_gradient_sums,
-            query_gradient_turns,
-            slope_gradient_parts,
-            relative_bias_parts,
-            query_strides,
-            key_strides,
-            value_strides,
-            key_scale_strides,
-            value_scale_strides,
-            output_strides,
-            output_gradient_strides,
-            query_gradient_strides,
-            key_gradient_strides,
-            value_gradient_strides,
-            bias_strides,
-            boolean_mask_strides,
-            relative_bias_sequence_stride,
-            relative_bias_head_stride,
-            sequences,
-            heads,
-            key_heads,
-            query_count,
-            key_count,
-            has_offset,
-            offset,
-            causal,
-            window_left,
-            window_right,
-            chunk,
-            relative_bias_origin,
-            relative_bias_length,
-            splits,
-            blocks,
-            section_heads,
-            query_tiles,
-            key_blocks,
-            first_pair,
-            pairs,
-            scale,
-            softcap,
-            kept_weight_factor,
-            dropout_threshold,
-            dropout_seed_low,
-            dropout_seed_high,
-            bias_sequences,
-            bias_heads,
-            bias_queries,
-            bias_keys,
-        ]);
-        // After the fields come sizes that depend on macros.
-        let printed: Vec<_> = printed.lines().take(expected.len()).collect();
-        let expected: Vec<_> = expected.into_iter().map(|(name, offset)| format!("{name} {offset}")).collect();
-        assert_eq!(printed, expected);
+kernel_struct! {
+    /// The only argument of every attention kernel.
+    ///
+    /// B is `sequences`, H is `heads`, H_kv is `key_heads`, T_q is `query_count` and T_kv is `key_count`. Packed
+    /// sequences are successive rows of one tensor: then T_q and T_kv are totals, and all tensors but the lengths have
+    /// a batch of one. Tensors (B, H, T_q) are contiguous. The others have strides, in elements, and a last dimension
+    /// that is contiguous unless a stride for it is named. A pointer that a call does not need is null.
+    pub(crate) struct AttentionArguments {
+        // ---- tensors of the forward pass ----
+        /// (B, H, T_q, D), elements.
+        pub queries: Input<Elements>,
+        /// (B, H_kv, T_kv, D), elements, or codes with KEY_CODES.
+        pub keys: Input<Elements>,
+        /// (B, H_kv, T_kv, D_v), as the keys.
+        pub values: Input<Elements>,
+        /// (B, H_kv, T_kv), with KEY_CODES: a number is (code - 128) times the scale of its row.
+        pub key_scales: Input<f32>,
+        /// (B, H_kv, T_kv), with KEY_CODES.
+        pub value_scales: Input<f32>,
+        /// (B, H, T_q, D_v), elements.
+        pub output: Output<Elements>,
+        /// (B, H, T_q), natural; -inf for a fully masked row. May be null.
+        pub log_sum_exp: Output<f32>,
+        /// (2, B, H, T_q): what the backward pass computes weights from, as softmax.cuh says. May be null in the
+        /// forward pass.
+        pub row_statistics: Output<f32>,
+        // ---- score modifiers ----
+        /// Broadcast to (B, H, T_q, T_kv), with HAS_BIAS: elements, or f32.
+        pub bias: Input<Elements>,
+        /// Broadcast to (B, H, T_q, T_kv), with HAS_BOOLEAN_MASK: 0 masks a key.
+        pub boolean_mask: Input<u8>,
+        /// (H), with HAS_ALIBI: -slope * |position of the query - key| is added.
+        pub alibi_slopes: Input<f32>,
+        /// (B or 1, H, relative_bias_length), with HAS_RELATIVE_BIAS.
+        pub relative_bias: Input<f32>,
+        /// (B): replaces relative_bias_origin. May be null.
+        pub relative_bias_origins: Input<i32>,
+        /// (H): a logit that takes weight and has no value. May be null.
+        pub sinks: Input<f32>,
+        /// (2): low and high half; replaces dropout_seed_low and _high. May be null.
+        pub dropout_seed: Input<u32>,
+        // ---- which keys a query attends to ----
+        /// (B + 1): the first query of each packed sequence, and the total; else null.
+        pub cumulative_queries: Input<i32>,
+        /// (B + 1): the same of keys; null exactly if cumulative_queries is.
+        pub cumulative_keys: Input<i32>,
+        /// (B): the position of query 0 among the keys; replaces `offset`. May be null.
+        pub offsets: Input<i32>,
+        /// (B): keys at and past the length are masked. May be null.
+        pub key_lengths: Input<i32>,
+        /// (B): keys before the start are masked. May be null.
+        pub key_starts: Input<i32>,
+        /// (B): with `causal`, keys before the prefix's end are not masked. May be null.
+        pub prefix_lengths: Input<i32>,
+        /// (B, T_q): the first key that a query may attend to. May be null.
+        pub first_keys: Input<i32>,
+        /// (B, T_q): the key after the last one. May be null.
+        pub end_keys: Input<i32>,
+        // ---- scratch of the decode kernels ----
+        /// (splits, B, H, T_q, D_v), if `splits` is above 1.
+        pub partial_outputs: Output<f32>,
+        /// (splits, B, H, T_q): the maximum of the scores, and the sum of the weights.
+        pub partial_statistics: Output<[f32; 2]>,
+        // ---- tensors of the backward pass ----
+        /// (B, H, T_q, D_v), elements.
+        pub output_gradient: Input<Elements>,
+        /// (B, H, T_q). May be null.
+        pub log_sum_exp_gradient: Input<f32>,
+        /// (B, H, T_q, D), elements.
+        pub query_gradient: Output<Elements>,
+        /// (B, H_kv, T_kv, D), elements.
+        pub key_gradient: Output<Elements>,
+        /// (B, H_kv, T_kv, D_v), elements.
+        pub value_gradient: Output<Elements>,
+        /// (B, H, T_q, T_kv), contiguous, zeros before: with BIAS_GRADIENT.
+        pub score_gradient: Output<f32>,
+        /// The sum of score_gradient over the dimensions that the bias broadcasts.
+        pub bias_gradient: Output<f32>,
+        /// (H).
+        pub sink_gradient: Output<f32>,
+        /// (H), with SLOPE_GRADIENT.
+        pub slope_gradient: Output<f32>,
+        /// (B or 1, H, relative_bias_length), zeros before: with RELATIVE_BIAS_GRADIENT.
+        pub relative_bias_gradient: Output<f32>,
+        // ---- scratch of the backward pass ----
+        /// (B, H, T_q): sum of output * output_gradient, less log_sum_exp_gradient.
+        pub delta: Output<f32>,
+        /// (B, T_q): the first key that a query attends to, and the one after the last.
+        pub query_intervals: Output<[i32; 2]>,
+        /// (B, query_tiles): keys that any query of the tile attends to, and that all do.
+        pub tile_intervals: Output<[i32; 4]>,
+        /// (B, H, query_tiles, BACKWARD_QUERIES * HEAD_COLUMNS), with FUSED_BACKWARD.
+        pub query_gradient_sums: Output<f32>,
+        /// (B, H, query_tiles), with FUSED_BACKWARD: blocks of keys that were added.
+        pub query_gradient_turns: Output<i32>,
+        /// (B, H, key blocks, KEY_WARPS), zeros before: with SLOPE_GRADIENT.
+        pub slope_gradient_parts: Output<f32>,
+        /// (pairs, H / H_kv, key blocks, relative_bias_length), zeros before and after: with RELATIVE_BIAS_GRADIENT.
+        pub relative_bias_parts: Output<f32>,
+        // ---- strides, in elements ----
+        /// The strides of `queries`.
+        pub query_strides: RowStrides,
+        /// The strides of `keys`.
+        pub key_strides: RowStrides,
+        /// The strides of `values`.
+        pub value_strides: RowStrides,
+        /// The strides of `key_scales`.
+        pub key_scale_strides: RowStrides,
+        /// The strides of `value_scales`.
+        pub value_scale_strides: RowStrides,
+        /// The strides of `output`.
+        pub output_strides: RowStrides,
+        /// The strides of `output_gradient`.
+        pub output_gradient_strides: RowStrides,
+        /// The strides of `query_gradient`.
+        pub query_gradient_strides: RowStrides,
+        /// The strides of `key_gradient`.
+        pub key_gradient_strides: RowStrides,
+        /// The strides of `value_gradient`.
+        pub value_gradient_strides: RowStrides,
+        /// The strides of `bias`.
+        pub bias_strides: ScoreStrides,
+        /// The strides of `boolean_mask`.
+        pub boolean_mask_strides: ScoreStrides,
+        /// 0 if the sequences share the biases.
+        pub relative_bias_sequence_stride: i64,
+        /// From a head of `relative_bias` to the next one.
+        pub relative_bias_head_stride: i64,
+        // ---- sizes ----
+        /// B, the sequences.
+        pub sequences: i32,
+        /// H, the heads.
+        pub heads: i32,
+        /// H_kv, the heads of keys and values.
+        pub key_heads: i32,
+        /// T_q, the queries of a sequence, or of all packed sequences.
+        pub query_count: i32,
+        /// T_kv, the keys of a sequence, or of all packed sequences.
+        pub key_count: i32,
+        // ---- masks ----
+        /// 0: the last query is at the last key of its sequence.
+        pub has_offset: i32,
+        /// The position of query 0 among the keys, if has_offset; may be negative.
+        pub offset: i32,
+        /// 1: keys after the position of a query are masked.
+        pub causal: i32,
+        /// Keys more than this before the position are masked; -1 for no bound.
+        pub window_left: i32,
+        /// Keys more than this after the position are masked; -1 for no bound.
+        pub window_right: i32,
+        /// Keys in another chunk of this many positions are masked; 0 for no chunks.
+        pub chunk: i32,
+        // ---- relative bias ----
+        /// Entry (origin + key - query) is added to a score, 0 where there is none; key and query count in their
+        /// sequence.
+        pub relative_bias_origin: i32,
+        /// Entries of a head.
+        pub relative_bias_length: i32,
+        // ---- the launch ----
+        /// Decode: parts of the keys that blocks work on side by side.
+        pub splits: i32,
+        /// Blocks of a head of a sequence, in a grid over blocks * heads * sequences; decode: blocks of rows of a key
+        /// head.
+        pub blocks: i32,
+        /// Heads whose blocks start side by side, the longest blocks first; at least 1.
+        pub section_heads: i32,
+        /// Backward: tiles of BACKWARD_QUERIES queries of the longest sequence.
+        pub query_tiles: i32,
+        /// Backward: blocks of keys of the longest sequence.
+        pub key_blocks: i32,
+        /// Backward of keys: the first pair of a sequence and a key head of a launch. Pairs are counted through the key
+        /// heads, then the sequences.
+        pub first_pair: i32,
+        /// Backward of keys: the pairs of a launch.
+        pub pairs: i32,
+        // ---- numbers ----
+        /// The factor of products; above 0 unless MODIFIES_SCORES.
+        pub scale: f32,
+        /// With HAS_SOFTCAP: softcap * tanh(score / softcap).
+        pub softcap: f32,
+        /// With HAS_DROPOUT: 1 / (1 - p), or 0 if p is 1.
+        pub kept_weight_factor: f32,
+        /// Weights whose random word is below are dropped: p * 2^32, rounded.
+        pub dropout_threshold: u32,
+        /// The low half of the seed.
+        pub dropout_seed_low: u32,
+        /// The high half of the seed.
+        pub dropout_seed_high: u32,
+        // ---- the sum of bias gradients ----
+        /// The first size of `bias_gradient`: B or 1.
+        pub bias_sequences: i32,
+        /// The second size of `bias_gradient`: H or 1.
+        pub bias_heads: i32,
+        /// The third size of `bias_gradient`: T_q or 1.
+        pub bias_queries: i32,
+        /// The fourth size of `bias_gradient`: T_kv or 1.
+        pub bias_keys: i32,
     }
 }

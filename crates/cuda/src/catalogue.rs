@@ -1,7 +1,9 @@
 //! The programs that continuous integration compiles, since it has no GPU: the ones that users get, by the same
 //! functions.
 
+use crate::kernel_struct::{Header, StructDefinition};
 use crate::program::{KernelShape, Program};
+use crate::source;
 
 /// A program that a device of some compute capability runs.
 #[derive(Debug, Clone)]
@@ -16,6 +18,7 @@ pub struct CatalogueEntry {
     pub is_quick: bool,
     /// The kernels.
     pub kernels: Vec<CatalogueKernel>,
+    arguments: StructDefinition,
 }
 
 /// A kernel of a program.
@@ -36,6 +39,23 @@ impl CatalogueEntry {
             threads: kernel.threads,
             shared_bytes: kernel.shared_bytes,
         });
-        Self { source: program.root, name, options: program.options(), is_quick, kernels: kernels.collect() }
+        Self {
+            source: program.root,
+            name,
+            options: program.options(),
+            is_quick,
+            kernels: kernels.collect(),
+            arguments: program.arguments,
+        }
+    }
+
+    /// Returns the text of the source, as NVRTC compiles it.
+    pub fn source_text(&self) -> String {
+        source::assemble(self.source, &self.arguments)
+    }
+
+    /// Returns the headers that are printed from structs in Rust.
+    pub(crate) fn headers(&self) -> Vec<Header> {
+        self.arguments.headers()
     }
 }

@@ -16,7 +16,7 @@ pub(crate) fn compile(
     architecture: &str,
     program: &Program,
 ) -> Result<Vec<u8>, Failure> {
-    compile_source(nvrtc, cache, architecture, &source::assemble(program.root), program.options())
+    compile_source(nvrtc, cache, architecture, &source::assemble(program.root, &program.arguments), program.options())
 }
 
 /// Returns the machine code of an empty kernel, by which the compiler and the driver are tried.

@@ -5,6 +5,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::kernel_struct::Header;
+
 /// Returns the compiler with the folders of the kernels and the emulator; `None` if it is not installed, after the
 /// message that a test is skipped.
 fn compiler() -> Option<Command> {
@@ -30,21 +32,21 @@ fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
-/// Compiles a program of `emulator/`, runs it, and returns what it prints.
-pub(crate) fn run(file: &str, options: &[&str]) -> Option<String> {
+/// Checks that a text compiles, which can include some headers besides the files of the package, without making a
+/// program. Returns the messages if it does not.
+pub(crate) fn check(text: &str, headers: &[Header], options: &[String]) -> Option<Result<(), String>> {
     let mut compiler = compiler()?;
-    let folder_of_program = tempfile::tempdir().expect("a folder");
-    let program = folder_of_program.path().join("program");
-    let status = compiler.args(options).arg("-o").arg(&program).arg(folder("emulator").join(file)).status();
-    assert!(status.expect("the compiler").success(), "{file} does not compile");
-    let output = Command::new(program).output().expect("the program");
-    Some(String::from_utf8(output.stdout).expect("text"))
-}
-
-/// Checks that a text compiles, without making a program. Returns the messages if it does not.
-pub(crate) fn check(text: &str, options: &[String]) -> Option<Result<(), String>> {
-    let mut compiler = compiler()?;
-    compiler.args(options).args(["-fsyntax-only", "-x", "c++", "-"]).stdin(Stdio::piped()).stderr(Stdio::piped());
+    let folder_of_headers = tempfile::tempdir().expect("a folder");
+    for header in headers {
+        std::fs::write(folder_of_headers.path().join(&header.name), &header.text).expect("a file");
+    }
+    compiler
+        .arg("-I")
+        .arg(folder_of_headers.path())
+        .args(options)
+        .args(["-fsyntax-only", "-x", "c++", "-"])
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped());
     let mut process = compiler.spawn().expect("the compiler");
     process.stdin.take().expect("a pipe").write_all(text.as_bytes()).expect("the text is read");
     let output = process.wait_with_output().expect("the compiler");

@@ -17,6 +17,8 @@ mod element;
 mod failure;
 #[cfg(any(feature = "cuda", feature = "emulator"))]
 mod hash;
+mod kernel_pointers;
+mod kernel_struct;
 #[cfg(any(feature = "cuda", test))]
 mod nvrtc;
 #[cfg(any(feature = "cuda", test))]
@@ -24,12 +26,13 @@ mod private_files;
 mod program;
 mod rows;
 mod source;
-#[cfg(test)]
-mod source_sizes;
 mod specialization;
 mod tiles;
 mod unsupported;
 mod warnings;
+
+use std::path::Path;
+use std::{fs, io};
 
 pub use attention::{
     AttentionCall, BackwardInputs, BackwardKernel, Dropout, DropoutSeed, FirstPosition, ForwardOutput, Gradients,
@@ -64,10 +67,16 @@ pub fn options_of_every_tile() -> Vec<Vec<String>> {
     tiles::programs_of_every_row().iter().map(|program| program.define_options().filter(is_needed).collect()).collect()
 }
 
-/// Returns the source of a program of the [`catalogue`](fn@catalogue), as NVRTC compiles it.
+/// Writes the headers of the kernels that are printed from structs in Rust into a folder, which is made if necessary. A
+/// C++ compiler finds the other files in `kernels/`.
 ///
-/// # Panics
-/// If there is no such source.
-pub fn source_text(name: &str) -> String {
-    source::assemble(name)
+/// # Errors
+/// If a file cannot be written.
+pub fn write_headers(folder: &Path) -> io::Result<()> {
+    fs::create_dir_all(folder)?;
+    let smallest = Limits::of_capability(Capability { major: 8, minor: 0 });
+    for header in catalogue(&smallest).iter().flat_map(CatalogueEntry::headers) {
+        fs::write(folder.join(header.name), header.text)?;
+    }
+    Ok(())
 }

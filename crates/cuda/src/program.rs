@@ -1,5 +1,7 @@
 //! Kernels that are compiled together for one set of constants.
 
+use crate::kernel_struct::StructDefinition;
+
 /// The value of a macro of the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Define {
@@ -20,6 +22,8 @@ pub(crate) struct KernelShape {
 pub(crate) struct Program {
     /// The file of `kernels/` that includes all others.
     pub root: &'static str,
+    /// The struct that is the only argument of each kernel.
+    pub arguments: StructDefinition,
     pub defines: Vec<Define>,
 }
 

@@ -1,6 +1,9 @@
-//! The kernels' source: files of one role each, which include each other by name.
+//! The kernels' source: files of one role each, which include each other by name, and headers that are printed from
+//! structs in Rust.
 
 use std::collections::BTreeSet;
+
+use crate::kernel_struct::{Header, StructDefinition};
 
 /// A file of the source.
 struct SourceFile {
@@ -16,7 +19,6 @@ macro_rules! source_files {
 }
 
 const FILES: &[SourceFile] = source_files![
-    "arguments.cuh",
     "activations.cuh",
     "attention.cu",
     "backward_keys.cuh",
@@ -25,13 +27,9 @@ const FILES: &[SourceFile] = source_files![
     "codes.cuh",
     "combine.cuh",
     "convolution.cu",
-    "convolution.cuh",
-    "convolution_arguments.cuh",
     "decode.cuh",
     "delta.cu",
-    "delta_arguments.cuh",
     "delta_gates.cu",
-    "delta_gates_arguments.cuh",
     "delta_gradients.cuh",
     "delta_prepare.cuh",
     "delta_row_gradients.cuh",
@@ -45,32 +43,21 @@ const FILES: &[SourceFile] = source_files![
     "elements.cuh",
     "forward.cuh",
     "gate.cu",
-    "gate.cuh",
-    "gate_arguments.cuh",
     "gated_norm.cu",
-    "gated_norm.cuh",
-    "gated_norm_arguments.cuh",
     "key_block.cuh",
     "linear_rows.cu",
     "linear_rows.cuh",
-    "linear_rows_arguments.cuh",
     "loads.cuh",
     "masks.cuh",
     "modifier_gradients.cuh",
     "modifier_sums.cuh",
     "modifiers.cuh",
     "norm.cu",
-    "norm.cuh",
-    "norm_arguments.cuh",
     "products.cuh",
     "query_block.cuh",
     "query_gradients.cuh",
     "quantize_rows.cu",
-    "quantize_rows.cuh",
-    "quantize_rows_arguments.cuh",
     "rotation.cu",
-    "rotation.cuh",
-    "rotation_arguments.cuh",
     "row_elements.cuh",
     "shared_layout.cuh",
     "softmax.cuh",
@@ -78,34 +65,51 @@ const FILES: &[SourceFile] = source_files![
     "tf32_products.cuh",
 ];
 
-/// Returns the text of a file in which the first `#include` of each other file is replaced by its text.
+/// Returns the text of a file in which the first `#include` of each other file is replaced by its text. The headers of
+/// `arguments` can be included too.
 ///
 /// # Panics
-/// If a file includes one that is not in the list, which a test checks for every root.
-pub(crate) fn assemble(root: &str) -> String {
-    let mut text = String::new();
-    append(root, &mut BTreeSet::new(), &mut text);
-    text
+/// If a file includes one that is neither in the list nor such a header, which a test checks for every program.
+pub(crate) fn assemble(root: &str, arguments: &StructDefinition) -> String {
+    let mut assembly = Assembly { headers: arguments.headers(), included: BTreeSet::new(), text: String::new() };
+    assembly.append(root);
+    assembly.text
 }
 
-/// Appends a file that was not included before.
-fn append(name: &str, included: &mut BTreeSet<String>, text: &mut String) {
-    if !included.insert(name.into()) {
-        return;
-    }
-    let file = FILES.iter().find(|file| file.name == name);
-    let file = file.unwrap_or_else(|| panic!("the kernels have no file {name}"));
-    for line in file.text.lines() {
-        if line.trim() == "#pragma once" {
-            continue;
+/// The source as far as it was put together.
+struct Assembly {
+    headers: Vec<Header>,
+    included: BTreeSet<String>,
+    text: String,
+}
+
+impl Assembly {
+    /// Appends a file, unless it was included before.
+    fn append(&mut self, name: &str) {
+        if !self.included.insert(name.into()) {
+            return;
         }
-        match included_name(line) {
-            Some(inner) => append(inner, included, text),
-            None => {
-                text.push_str(line);
-                text.push('\n');
+        for line in self.file(name).lines() {
+            if line.trim() == "#pragma once" {
+                continue;
+            }
+            match included_name(line) {
+                Some(inner) => self.append(inner),
+                None => {
+                    self.text.push_str(line);
+                    self.text.push('\n');
+                }
             }
         }
+    }
+
+    /// Returns the text of a file.
+    fn file(&self, name: &str) -> String {
+        if let Some(header) = self.headers.iter().find(|header| header.name == name) {
+            return header.text.clone();
+        }
+        let file = FILES.iter().find(|file| file.name == name);
+        file.unwrap_or_else(|| panic!("the kernels have no file {name}")).text.into()
     }
 }
 
@@ -118,10 +122,12 @@ fn included_name(line: &str) -> Option<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arguments::AttentionArguments;
+    use crate::kernel_struct::KernelStruct;
 
     #[test]
     fn assembled_source_has_every_file_once_and_no_include_of_its_own() {
-        let text = assemble("attention.cu");
+        let text = assemble("attention.cu", &AttentionArguments::DEFINITION);
         for definition in
             ["struct AttentionArguments {", "KERNEL(attention_forward,", "KERNEL(attention_backward_keys,"]
         {

@@ -194,7 +194,7 @@ mod tests {
                 }
                 let defines: Vec<_> = entry.options.iter().filter(|option| option.starts_with("-D")).cloned().collect();
                 if checked.insert((text.clone(), defines.clone())) {
-                    let Some(result) = cpp::check(&text, &defines) else { return };
+                    let Some(result) = cpp::check(&text, &[], &defines) else { return };
                     assert_eq!(result, Ok(()), "{} for {capability}", entry.name);
                 }
             }

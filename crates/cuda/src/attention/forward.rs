@@ -2,12 +2,13 @@
 
 use candle_core::{DType, Result, Shape};
 
+use super::arguments::{alignment, layout_strides};
 use super::call::{AttentionCall, ForwardOutput, OutputLayout, RequestedResults};
 use super::plan::ForwardChoice;
-use super::readings::{Readings, alignment, layout_strides};
 use super::sizes::Sizes;
-use crate::arguments::{AttentionArguments, RowStrides};
-use crate::device::{Buffer, Grid, KernelDevice, Launch, Operands};
+use crate::arguments::AttentionArguments;
+use crate::device::{Buffer, Grid, KernelDevice, Launch, Operands, TensorLocks};
+use crate::kernel_pointers::RowStrides;
 use crate::program::Program;
 use crate::specialization::{ModifierGradients, Specialization};
 use crate::tiles::{DecodeTile, ForwardTile};
@@ -37,16 +38,16 @@ impl AttentionCall {
             _ => None,
         };
 
-        let readings = Readings::new(self);
-        let mut operands = Operands::new(&device);
-        let mut arguments = readings.arguments(&mut operands, &sizes)?;
-        arguments.output = operands.write("the output", &mut output)?;
+        let locks = TensorLocks::default();
+        let mut operands = Operands::new(&device, &locks);
+        let mut arguments = self.arguments(&sizes, &mut operands)?;
+        arguments.output = operands.output("the output", &mut output)?;
         arguments.output_strides = output_strides(self.output_layout, &sizes);
-        arguments.log_sum_exp = operands.write_optional("the log-sum-exp", log_sum_exp.as_mut())?;
-        arguments.row_statistics = operands.write_optional("the statistics of rows", statistics.as_mut())?;
+        arguments.log_sum_exp = operands.optional_output("the log-sum-exp", log_sum_exp.as_mut())?;
+        arguments.row_statistics = operands.optional_output("the statistics of rows", statistics.as_mut())?;
         if let Some(parts) = &mut parts {
-            arguments.partial_outputs = operands.write("the parts of the output", &mut parts.outputs)?;
-            arguments.partial_statistics = operands.write("the statistics of parts", &mut parts.statistics)?;
+            arguments.partial_outputs = operands.output("the parts of the output", &mut parts.outputs)?;
+            arguments.partial_statistics = operands.output("the statistics of parts", &mut parts.statistics)?;
         }
         let alignment = alignment(&arguments, self, &sizes);
         let specialization = self.specialization(&sizes, ModifierGradients::default(), alignment);
@@ -75,9 +76,9 @@ impl AttentionCall {
         sizes: &Sizes,
         choice: &ForwardChoice,
     ) -> Result<Program> {
-        let readings = Readings::new(self);
-        let mut operands = Operands::new(device);
-        let mut arguments = readings.arguments(&mut operands, sizes)?;
+        let locks = TensorLocks::default();
+        let mut operands = Operands::new(device, &locks);
+        let mut arguments = self.arguments(sizes, &mut operands)?;
         arguments.output_strides = output_strides(self.output_layout, sizes);
         let alignment = alignment(&arguments, self, sizes);
         let specialization = self.specialization(sizes, ModifierGradients::default(), alignment);
@@ -157,14 +158,14 @@ impl ForwardChoice {
 }
 
 /// The launches of a forward pass.
-struct ForwardPass<'a> {
+struct ForwardPass<'a, 't> {
     device: &'a KernelDevice,
-    operands: &'a Operands<'a>,
+    operands: &'a Operands<'a, 't>,
     sizes: Sizes,
     specialization: Specialization,
 }
 
-impl ForwardPass<'_> {
+impl ForwardPass<'_, '_> {
     /// Launches the forward kernel.
     fn forward(&self, tile: &ForwardTile, mut arguments: AttentionArguments) -> Result<()> {
         let grid = forward_grid(&self.sizes, tile);

@@ -1,18 +1,17 @@
 //! Attention: the description of a call, the choice of its kernels and their launches.
 
+mod arguments;
 mod backward;
 mod call;
 mod catalogue;
 mod forward;
 mod plan;
-mod readings;
 mod sizes;
 
 use crate::arguments::AttentionArguments;
 use crate::device::KernelArguments;
 
-// SAFETY: a test compares every offset with the source. `Readings` and the passes take addresses from operands, and
-// sizes and strides from the checks of `AttentionCall::sizes`.
+// SAFETY: the passes take addresses from operands, and sizes and strides from the checks of `AttentionCall::sizes`.
 unsafe impl KernelArguments for AttentionArguments {}
 
 pub(crate) use catalogue::entries;

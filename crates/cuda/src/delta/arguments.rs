@@ -1,126 +1,114 @@
-//! The argument of the kernels of the gated delta rule, as `kernels/delta_arguments.cuh` declares it.
+//! The argument of the kernels of the gated delta rule.
 
-use crate::arguments::{Address, RowStrides};
 use crate::device::KernelArguments;
+use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
+use crate::kernel_struct::kernel_struct;
 
-/// The argument of every kernel of the gated delta rule. The source documents the fields.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct DeltaArguments {
-    pub queries: Address,
-    pub keys: Address,
-    pub values: Address,
-    pub decays: Address,
-    pub betas: Address,
-    pub initial_states: Address,
-    pub output: Address,
-    pub final_states: Address,
-
-    pub cumulative_tokens: Address,
-    pub cumulative_chunks: Address,
-
-    pub tiles: Address,
-    pub recurrent_heads: Address,
-
-    pub output_gradient: Address,
-    pub final_state_gradient: Address,
-    pub query_gradient: Address,
-    pub key_gradient: Address,
-    pub value_gradient: Address,
-    pub decay_gradient: Address,
-    pub beta_gradient: Address,
-    pub initial_state_gradient: Address,
-
-    pub chunk_states: Address,
-    pub chunk_state_gradients: Address,
-    pub errors: Address,
-    pub error_gradients: Address,
-
-    pub query_strides: RowStrides,
-    pub key_strides: RowStrides,
-    pub value_strides: RowStrides,
-    pub decay_strides: RowStrides,
-    pub beta_strides: RowStrides,
-    pub output_strides: RowStrides,
-    pub output_gradient_strides: RowStrides,
-
-    pub sequences: i32,
-    pub heads: i32,
-    pub query_heads: i32,
-    pub key_heads: i32,
-    pub value_heads: i32,
-    pub tokens: i32,
-    pub chunks: i32,
-
-    pub decay_per_channel: i32,
-    pub has_norm: i32,
-    pub only_recurrent_heads: i32,
-
-    pub scale: f32,
-    pub norm_epsilon: f32,
-}
-
-// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check
-// shapes, and take addresses from the operands of the launch.
-unsafe impl KernelArguments for DeltaArguments {}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::program::Program;
-    use crate::source_sizes::{assert_same_layout, source_sizes};
-
-    #[test]
-    fn delta_arguments_match_the_source() {
-        let sizes = source_sizes(&Program { root: "delta.cu", defines: Vec::new() });
-        assert_same_layout!(
-            sizes,
-            DeltaArguments,
-            [
-                queries,
-                keys,
-                values,
-                decays,
-                betas,
-                initial_states,
-                output,
-                final_states,
-                cumulative_tokens,
-                cumulative_chunks,
-                tiles,
-                recurrent_heads,
-                output_gradient,
-                final_state_gradient,
-                query_gradient,
-                key_gradient,
-                value_gradient,
-                decay_gradient,
-                beta_gradient,
-                initial_state_gradient,
-                chunk_states,
-                chunk_state_gradients,
-                errors,
-                error_gradients,
-                query_strides,
-                key_strides,
-                value_strides,
-                decay_strides,
-                beta_strides,
-                output_strides,
-                output_gradient_strides,
-                sequences,
-                heads,
-                query_heads,
-                key_heads,
-                value_heads,
-                tokens,
-                chunks,
-                decay_per_channel,
-                has_norm,
-                only_recurrent_heads,
-                scale,
-                norm_epsilon
-            ]
-        );
+kernel_struct! {
+    /// The only argument of every kernel of the gated delta rule.
+    ///
+    /// N is `sequences`, H is `heads`, T is `tokens`, D_k and D_v are KEY_WIDTH and VALUE_WIDTH. B is N, or 1 for
+    /// packed sequences: successive rows of one entry, of which T is the total. A pointer that a call does not need is
+    /// null.
+    pub(super) struct DeltaArguments {
+        // ---- tensors of the forward pass ----
+        /// (B, H_q, T, D_k), elements.
+        pub queries: Input<Elements>,
+        /// (B, H_k, T, D_k), elements.
+        pub keys: Input<Elements>,
+        /// (B, H_v, T, D_v), elements.
+        pub values: Input<Elements>,
+        /// (B, H, T), or (B, H, T, D_k) with decay_per_channel: logarithms of the factors of a state before a token;
+        /// null: all factors are 1.
+        pub decays: Input<f32>,
+        /// (B, H, T); null: a token adds its value, and does not subtract the stored value.
+        pub betas: Input<f32>,
+        /// (N, H, D_k, D_v), contiguous; null: zeros.
+        pub initial_states: Input<f32>,
+        /// (B, H, T, D_v), elements; null: not computed.
+        pub output: Output<Elements>,
+        /// (N, H, D_k, D_v), contiguous; null: not stored.
+        pub final_states: Output<f32>,
+        // ---- sequences ----
+        /// (N + 1): the first token of each packed sequence, and T; null: each entry is one.
+        pub cumulative_tokens: Input<i32>,
+        /// (N + 1): the first chunk of each packed sequence, and `chunks`.
+        pub cumulative_chunks: Input<i32>,
+        // ---- scratch ----
+        /// (chunks, H, TILE_WORDS): see delta_tile.cuh.
+        pub tiles: Output<f32>,
+        /// (N, H), zeros before: 1 for heads that are computed token by token.
+        pub recurrent_heads: Output<i32>,
+        // ---- tensors of the backward pass ----
+        /// (B, H, T, D_v), elements.
+        pub output_gradient: Input<Elements>,
+        /// (N, H, D_k, D_v), contiguous; null: zeros.
+        pub final_state_gradient: Input<f32>,
+        /// (B, H, T, D_k), contiguous.
+        pub query_gradient: Output<f32>,
+        /// (B, H, T, D_k), contiguous.
+        pub key_gradient: Output<f32>,
+        /// (B, H, T, D_v), contiguous.
+        pub value_gradient: Output<f32>,
+        /// (B, H, T), or (B, H, T, D_k) with decay_per_channel, contiguous.
+        pub decay_gradient: Output<f32>,
+        /// (B, H, T), contiguous; null without betas.
+        pub beta_gradient: Output<f32>,
+        /// (N, H, D_k, D_v), contiguous.
+        pub initial_state_gradient: Output<f32>,
+        // ---- scratch of the backward pass ----
+        /// (chunks, H, VALUE_COLUMNS, KEY_COLUMNS): transposed states before each chunk.
+        pub chunk_states: Output<f32>,
+        /// As chunk_states: the gradients of the transposed states after each chunk.
+        pub chunk_state_gradients: Output<f32>,
+        /// (chunks, H, CHUNK, VALUE_COLUMNS).
+        pub errors: Output<f32>,
+        /// As errors.
+        pub error_gradients: Output<f32>,
+        // ---- strides, in elements ----
+        /// The strides of `queries`.
+        pub query_strides: RowStrides,
+        /// The strides of `keys`.
+        pub key_strides: RowStrides,
+        /// The strides of `values`.
+        pub value_strides: RowStrides,
+        /// The strides of `decays`.
+        pub decay_strides: RowStrides,
+        /// The strides of `betas`.
+        pub beta_strides: RowStrides,
+        /// The strides of `output`.
+        pub output_strides: RowStrides,
+        /// The strides of `output_gradient`.
+        pub output_gradient_strides: RowStrides,
+        // ---- sizes ----
+        /// N, the sequences.
+        pub sequences: i32,
+        /// H, the heads.
+        pub heads: i32,
+        /// Divides `heads`, as key_heads and value_heads do: head h reads h / (heads / count).
+        pub query_heads: i32,
+        /// As `query_heads`.
+        pub key_heads: i32,
+        /// As `query_heads`.
+        pub value_heads: i32,
+        /// T, the tokens of an entry.
+        pub tokens: i32,
+        /// Chunks of all sequences.
+        pub chunks: i32,
+        // ---- options ----
+        /// 1: a factor for each row of a state.
+        pub decay_per_channel: i32,
+        /// 1: rows of queries and keys are divided by their lengths.
+        pub has_norm: i32,
+        /// 1: the kernels that compute token by token skip all other heads.
+        pub only_recurrent_heads: i32,
+        // ---- numbers ----
+        /// The factor of queries.
+        pub scale: f32,
+        /// The number that is added to the square of a length.
+        pub norm_epsilon: f32,
     }
 }
+
+// SAFETY: the calls of this module check shapes, and take addresses from the operands of the launch.
+unsafe impl KernelArguments for DeltaArguments {}

@@ -2,10 +2,10 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::call::{DeltaCall, DeltaGradients, DeltaReadings, DeltaSizes, row_strides};
-use super::forward::{SequenceReadings, add_inputs};
+use super::arguments::DeltaArguments;
+use super::call::{DeltaCall, DeltaGradients, DeltaSizes, row_strides};
 use super::specialization::DeltaSpecialization;
-use crate::device::{Buffer, KernelDevice, Operands, Reading};
+use crate::device::{Buffer, KernelDevice, Operands, TensorLocks};
 
 /// The memory that the kernels write: the gradients and scratch.
 struct BackwardBuffers {
@@ -51,6 +51,23 @@ impl BackwardBuffers {
         })
     }
 
+    /// Sets the addresses of the memory.
+    fn set_arguments<'a>(&'a mut self, operands: &mut Operands<'a, '_>, arguments: &mut DeltaArguments) -> Result<()> {
+        arguments.query_gradient = operands.output("query_gradient", &mut self.q)?;
+        arguments.key_gradient = operands.output("key_gradient", &mut self.k)?;
+        arguments.value_gradient = operands.output("value_gradient", &mut self.v)?;
+        arguments.decay_gradient = operands.optional_output("decay_gradient", self.decay.as_mut())?;
+        arguments.beta_gradient = operands.optional_output("beta_gradient", self.beta.as_mut())?;
+        arguments.initial_state_gradient = operands.output("initial_state_gradient", &mut self.states)?;
+        arguments.tiles = operands.output("tiles", &mut self.tiles)?;
+        arguments.recurrent_heads = operands.output("recurrent_heads", &mut self.recurrent_heads)?;
+        arguments.chunk_states = operands.output("chunk_states", &mut self.chunk_states)?;
+        arguments.chunk_state_gradients = operands.output("chunk_state_gradients", &mut self.chunk_state_gradients)?;
+        arguments.errors = operands.output("errors", &mut self.errors)?;
+        arguments.error_gradients = operands.output("error_gradients", &mut self.error_gradients)?;
+        Ok(())
+    }
+
     fn into_gradients(self, call: &DeltaCall, sizes: &DeltaSizes) -> Result<DeltaGradients> {
         let DeltaSizes { b, t, n, d_k, d_v, .. } = *sizes;
         let h = call.heads;
@@ -85,51 +102,29 @@ impl DeltaCall {
         let program = device.load(&specialization.program())?;
         let chunks = self.chunks(&sizes, specialization.chunk)?;
         let mut buffers = BackwardBuffers::new(self, &device, &specialization, &sizes, chunks.count)?;
-        {
-            let readings = DeltaReadings::new(self);
-            let sequences = SequenceReadings::new(&chunks);
-            let output_reading = Reading::new(output_gradient);
-            let states_reading = states_gradient.map(Reading::new);
-            let mut operands = Operands::new(&device);
-            let mut arguments = self.arguments(&sizes, &readings, chunks.count);
-            add_inputs(&mut arguments, &mut operands, &readings, &sequences)?;
-            arguments.output_gradient = operands.read("output_gradient", &output_reading)?;
-            arguments.output_gradient_strides = row_strides(&output_reading);
-            if let Some(reading) = &states_reading {
-                arguments.final_state_gradient = operands.read("final_state_gradient", reading)?;
-            }
-            arguments.query_gradient = operands.write("query_gradient", &mut buffers.q)?;
-            arguments.key_gradient = operands.write("key_gradient", &mut buffers.k)?;
-            arguments.value_gradient = operands.write("value_gradient", &mut buffers.v)?;
-            if let Some(decay) = &mut buffers.decay {
-                arguments.decay_gradient = operands.write("decay_gradient", decay)?;
-            }
-            if let Some(beta) = &mut buffers.beta {
-                arguments.beta_gradient = operands.write("beta_gradient", beta)?;
-            }
-            arguments.initial_state_gradient = operands.write("initial_state_gradient", &mut buffers.states)?;
-            arguments.tiles = operands.write("tiles", &mut buffers.tiles)?;
-            arguments.recurrent_heads = operands.write("recurrent_heads", &mut buffers.recurrent_heads)?;
-            arguments.chunk_states = operands.write("chunk_states", &mut buffers.chunk_states)?;
-            let of_states = operands.write("chunk_state_gradients", &mut buffers.chunk_state_gradients)?;
-            arguments.chunk_state_gradients = of_states;
-            arguments.errors = operands.write("errors", &mut buffers.errors)?;
-            arguments.error_gradients = operands.write("error_gradients", &mut buffers.error_gradients)?;
 
-            arguments.only_recurrent_heads = 1;
-            let grid = self.grid(&sizes, chunks.count);
-            for launch in [
-                specialization.prepare("delta_prepare", grid),
-                specialization.scan("delta_scan", grid),
-                specialization.step(grid),
-                specialization.prepare("delta_prepare_backward", grid),
-                specialization.scan("delta_scan_backward", grid),
-                specialization.gradients(grid),
-                specialization.step_backward(grid),
-            ] {
-                operands.launch(&program, &launch, &arguments)?;
-            }
+        let locks = TensorLocks::default();
+        let mut operands = Operands::new(&device, &locks);
+        let mut arguments = self.arguments(&sizes, &chunks, &mut operands)?;
+        arguments.output_gradient = operands.input("output_gradient", output_gradient)?;
+        arguments.output_gradient_strides = row_strides(output_gradient);
+        arguments.final_state_gradient = operands.optional_input("final_state_gradient", states_gradient)?;
+        buffers.set_arguments(&mut operands, &mut arguments)?;
+
+        arguments.only_recurrent_heads = 1;
+        let grid = self.grid(&sizes, chunks.count);
+        for launch in [
+            specialization.prepare("delta_prepare", grid),
+            specialization.scan("delta_scan", grid),
+            specialization.step(grid),
+            specialization.prepare("delta_prepare_backward", grid),
+            specialization.scan("delta_scan_backward", grid),
+            specialization.gradients(grid),
+            specialization.step_backward(grid),
+        ] {
+            operands.launch(&program, &launch, &arguments)?;
         }
+        operands.finish();
         buffers.into_gradients(self, &sizes)
     }
 

@@ -6,8 +6,8 @@ use candle_core::{D, DType, Result, Storage, Tensor, bail};
 
 use super::arguments::DeltaArguments;
 use super::specialization::{DeltaGrid, DeltaSpecialization};
-use crate::arguments::RowStrides;
-use crate::device::{KernelDevice, Reading};
+use crate::device::{KernelDevice, Operands};
+use crate::kernel_pointers::RowStrides;
 use crate::unsupported::Unsupported;
 
 /// The most tokens of a sequence that are computed token by token.
@@ -109,29 +109,6 @@ pub(super) struct DeltaSizes {
     pub d_v: usize,
     /// The most tokens of a sequence.
     pub longest: usize,
-}
-
-/// The tensors of a call while launches read them.
-pub(super) struct DeltaReadings<'t> {
-    pub q: Reading<'t>,
-    pub k: Reading<'t>,
-    pub v: Reading<'t>,
-    pub decay: Option<Reading<'t>>,
-    pub beta: Option<Reading<'t>>,
-    pub states: Option<Reading<'t>>,
-}
-
-impl<'t> DeltaReadings<'t> {
-    pub fn new(call: &'t DeltaCall) -> Self {
-        Self {
-            q: Reading::new(&call.q),
-            k: Reading::new(&call.k),
-            v: Reading::new(&call.v),
-            decay: call.decay.as_ref().map(Reading::new),
-            beta: call.beta.as_ref().map(Reading::new),
-            states: call.states.as_ref().map(Reading::new),
-        }
-    }
 }
 
 /// The chunks of the sequences of a call, on its device if the sequences are packed.
@@ -264,16 +241,29 @@ impl DeltaCall {
         Ok(DeltaChunks { count, cumulative_tokens: on_device(tokens)?, cumulative_chunks: on_device(chunks)? })
     }
 
-    /// Returns the fields of the kernels' argument that are no addresses.
-    pub(super) fn arguments(&self, sizes: &DeltaSizes, readings: &DeltaReadings, chunks: usize) -> DeltaArguments {
-        let strides = |reading: &Option<Reading>| reading.as_ref().map(row_strides).unwrap_or_default();
+    /// Returns the kernels' argument with the inputs, the sizes and the options of the call.
+    pub(super) fn arguments<'t>(
+        &'t self,
+        sizes: &DeltaSizes,
+        chunks: &'t DeltaChunks,
+        operands: &mut Operands<'_, 't>,
+    ) -> Result<DeltaArguments> {
+        let strides = |tensor: &Option<Tensor>| tensor.as_ref().map(row_strides).unwrap_or_default();
         let is_per_channel = self.decay.as_ref().is_some_and(|decay| decay.dims()[3] > 1);
-        DeltaArguments {
-            query_strides: row_strides(&readings.q),
-            key_strides: row_strides(&readings.k),
-            value_strides: row_strides(&readings.v),
-            decay_strides: strides(&readings.decay),
-            beta_strides: strides(&readings.beta),
+        Ok(DeltaArguments {
+            queries: operands.input("queries", &self.q)?,
+            keys: operands.input("keys", &self.k)?,
+            values: operands.input("values", &self.v)?,
+            decays: operands.optional_input("decays", self.decay.as_ref())?,
+            betas: operands.optional_input("betas", self.beta.as_ref())?,
+            initial_states: operands.optional_input("initial_states", self.states.as_ref())?,
+            cumulative_tokens: operands.optional_input("cumulative_tokens", chunks.cumulative_tokens.as_ref())?,
+            cumulative_chunks: operands.optional_input("cumulative_chunks", chunks.cumulative_chunks.as_ref())?,
+            query_strides: row_strides(&self.q),
+            key_strides: row_strides(&self.k),
+            value_strides: row_strides(&self.v),
+            decay_strides: strides(&self.decay),
+            beta_strides: strides(&self.beta),
             output_strides: self.output_strides(sizes),
             sequences: sizes.n as i32,
             heads: self.heads as i32,
@@ -281,13 +271,13 @@ impl DeltaCall {
             key_heads: self.k.dims()[1] as i32,
             value_heads: self.v.dims()[1] as i32,
             tokens: sizes.t as i32,
-            chunks: chunks as i32,
+            chunks: chunks.count as i32,
             decay_per_channel: is_per_channel.into(),
             has_norm: self.qk_norm.is_some().into(),
             scale: self.scale as f32,
             norm_epsilon: self.qk_norm.unwrap_or(0.0) as f32,
             ..DeltaArguments::default()
-        }
+        })
     }
 
     /// Returns the strides of a contiguous (B, T, H, D_v).
@@ -331,7 +321,7 @@ pub(super) fn check_tensor(name: &str, tensor: &Tensor, dims: &[usize], dtype: D
 }
 
 /// Returns the strides of a tensor (B, H, T, D).
-pub(super) fn row_strides(reading: &Reading) -> RowStrides {
-    let strides = reading.strides();
+pub(super) fn row_strides(tensor: &Tensor) -> RowStrides {
+    let strides = tensor.stride();
     RowStrides { sequence: strides[0] as i64, head: strides[1] as i64, row: strides[2] as i64 }
 }

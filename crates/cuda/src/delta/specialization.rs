@@ -2,10 +2,12 @@
 
 use candle_core::DType;
 
+use super::arguments::DeltaArguments;
 use crate::capability::Limits;
 use crate::catalogue::CatalogueEntry;
 use crate::device::{Grid, Launch};
 use crate::element::Element;
+use crate::kernel_struct::KernelStruct;
 use crate::program::{Define, KernelShape, Program};
 use crate::unsupported::Unsupported;
 
@@ -96,7 +98,7 @@ impl DeltaSpecialization {
             define("SCAN_STAGES", self.scan_stages),
             define("HAS_BACKWARD", usize::from(self.is_backward)),
         ];
-        Program { root: "delta.cu", defines }
+        Program { root: "delta.cu", arguments: DeltaArguments::DEFINITION, defines }
     }
 
     /// Returns D_k, rounded up to whole fragments.
@@ -249,7 +251,7 @@ pub(crate) fn entries(limits: &Limits) -> Vec<CatalogueEntry> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source_sizes::source_sizes;
+    use crate::cpp;
 
     /// Compares tiles and shared memory with the source, for widths of whole fragments and others.
     #[test]
@@ -264,15 +266,24 @@ mod tests {
                 scan_stages: 2,
                 is_backward: true,
             };
-            let sizes = source_sizes(&own.program());
-            assert_eq!(sizes["TILE_WORDS"], own.tile_len());
-            assert_eq!(sizes["PREPARE_SHARED"], own.prepare_bytes());
-            assert_eq!(sizes["SCAN_SHARED"], own.scan_bytes());
-            assert_eq!(sizes["STEP_SHARED"], own.step_bytes());
-            assert_eq!(sizes["GRADIENT_SHARED"], own.gradient_bytes());
-            assert_eq!(sizes["BACKWARD_STEP_SHARED"], own.backward_step_bytes());
             let grid = DeltaGrid { sequences: 1, heads: 1, chunks: 1 };
-            assert_eq!(sizes["GRADIENT_WARPS"] * 32, own.gradients(grid).threads);
+            let sizes = [
+                ("TILE_WORDS", own.tile_len()),
+                ("PREPARE_SHARED", own.prepare_bytes()),
+                ("SCAN_SHARED", own.scan_bytes()),
+                ("STEP_SHARED", own.step_bytes()),
+                ("GRADIENT_SHARED", own.gradient_bytes()),
+                ("BACKWARD_STEP_SHARED", own.backward_step_bytes()),
+                ("GRADIENT_WARPS * 32", own.gradients(grid).threads),
+            ];
+            let mut text = String::from("#include \"delta.cu\"\n");
+            for (name, size) in sizes {
+                text += &format!("static_assert({name} == {size}, \"{name}\");\n");
+            }
+            let program = own.program();
+            let options: Vec<_> = program.define_options().collect();
+            let Some(result) = cpp::check(&text, &program.arguments.headers(), &options) else { return };
+            assert_eq!(result, Ok(()), "{own:?}");
         }
     }
 }

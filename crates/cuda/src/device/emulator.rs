@@ -16,6 +16,7 @@ use super::launch::{KernelArguments, Launch, launches_of_thread};
 use super::programs::{LoadResult, Programs};
 use crate::failure::Failure;
 use crate::hash::Fnv;
+use crate::kernel_struct::Header;
 use crate::program::Program;
 use crate::unsupported::Unsupported;
 
@@ -160,21 +161,45 @@ const OPTIONS: [&str; 7] = ["-std=c++17", "-O1", "-finline-limit=20", "-fno-exce
 fn build(program: &Program) -> Result<PathBuf> {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     let defines: Vec<String> = program.define_options().collect();
+    let headers = program.arguments.headers();
     let mut hash = hash_of_options()?;
     hash.add_text(program.root);
     defines.iter().for_each(|option| hash.add_text(option));
+    headers.iter().for_each(|header| hash.add_text(&header.text));
     hash_files(&package.join("kernels"), &mut hash)?;
     let library = target_folder(package).join("emulator").join(format!("{:032x}.so", hash.value()));
     if library.exists() {
         return Ok(library);
     }
     let mut command = command_of_compiler();
-    command.arg("-shared").args(&defines);
+    command.arg("-shared").args(&defines).arg(format!("-DKERNEL_SOURCE=\"{}\"", program.root));
+    command.arg("-I").arg(write_headers(&headers)?);
     if let Ok(header) = precompiled_header() {
         command.arg("-include").arg(header);
     }
-    compile(command, &package.join("emulator").join(emulator_file(program)), &library)?;
+    compile(command, &package.join("emulator/library.cpp"), &library)?;
     Ok(library)
+}
+
+/// Writes headers into a folder that has only these, unless they are there, and returns it.
+fn write_headers(headers: &[Header]) -> Result<PathBuf> {
+    let mut hash = Fnv::new();
+    for header in headers {
+        hash.add_text(&header.name);
+        hash.add_text(&header.text);
+    }
+    let libraries = target_folder(Path::new(env!("CARGO_MANIFEST_DIR"))).join("emulator");
+    let folder = libraries.join(format!("headers-{:032x}", hash.value()));
+    fs::create_dir_all(&folder)?;
+    for header in headers {
+        let path = folder.join(&header.name);
+        if !path.exists() {
+            let temporary = folder.join(format!("{}.{}.new", header.name, process::id()));
+            fs::write(&temporary, &header.text)?;
+            fs::rename(&temporary, &path)?;
+        }
+    }
+    Ok(folder)
 }
 
 /// Returns a header that includes the emulator. The compiler finds its precompiled form in the same folder, and all
@@ -232,22 +257,6 @@ fn compile(mut command: Command, source: &Path, to: &Path) -> Result<()> {
     }
     fs::rename(&temporary, to)?;
     Ok(())
-}
-
-/// Returns the file of `emulator/` that makes a library of a program.
-fn emulator_file(program: &Program) -> &'static str {
-    match program.root {
-        "convolution.cu" => "convolution_library.cpp",
-        "delta_gates.cu" => "delta_gates_library.cpp",
-        "delta.cu" => "delta_library.cpp",
-        "gate.cu" => "gate_library.cpp",
-        "gated_norm.cu" => "gated_norm_library.cpp",
-        "linear_rows.cu" => "linear_rows_library.cpp",
-        "norm.cu" => "norm_library.cpp",
-        "quantize_rows.cu" => "quantize_rows_library.cpp",
-        "rotation.cu" => "rotation_library.cpp",
-        _ => "library.cpp",
-    }
 }
 
 /// Adds the texts of the files in a folder to a hash.

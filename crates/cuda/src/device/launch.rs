@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 
+use crate::kernel_struct::KernelStruct;
 use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
 
@@ -11,9 +12,9 @@ const MOST_BLOCKS: usize = i32::MAX as usize;
 /// A struct that is the only argument of a kernel.
 ///
 /// # Safety
-/// The type is `#[repr(C)]` without padding and has the fields of the struct in the kernels' source. Its addresses are
-/// null or come from the operands of the same launch, and sizes and strides stay within the memory there.
-pub(crate) unsafe trait KernelArguments: Copy {}
+/// In every launch, the addresses are null or come from the operands of the launch, and sizes and strides stay within
+/// the memory there.
+pub(crate) unsafe trait KernelArguments: KernelStruct {}
 
 /// The shape of a launch.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -18,7 +18,7 @@ pub(crate) use buffer::Buffer;
 pub use emulator::without_programs;
 pub use launch::launches_of_thread;
 pub(crate) use launch::{Grid, KernelArguments, Launch};
-pub(crate) use operands::{Operands, Reading};
+pub(crate) use operands::{Operands, TensorLocks};
 
 use crate::capability::{Capability, Limits};
 use crate::program::Program;

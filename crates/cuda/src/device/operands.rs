@@ -1,50 +1,57 @@
 //! The memory that launches read and write, and the launches.
 
+use std::cell::OnceCell;
+
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, StorageRef, Tensor, bail};
 
 use super::launch::{KernelArguments, Launch, count_launch};
 use super::{Buffer, KernelDevice, LoadedProgram};
+use crate::kernel_pointers::{Input, Output, Pointee};
 
-/// A tensor that launches read. Its storage is locked.
-pub(crate) struct Reading<'t> {
-    storage: StorageRef<'t>,
-    layout: &'t Layout,
-    dtype: DType,
+/// The locks on the storages of tensors that launches read: a list that grows while its entries are borrowed.
+#[derive(Default)]
+pub(crate) struct TensorLocks<'t> {
+    first: OnceCell<Box<TensorLock<'t>>>,
 }
 
-impl<'t> Reading<'t> {
+/// The lock on the storage of a tensor.
+struct TensorLock<'t> {
+    storage: StorageRef<'t>,
+    layout: &'t Layout,
+    next: TensorLocks<'t>,
+}
+
+impl<'t> TensorLocks<'t> {
     /// Locks a tensor.
-    pub fn new(tensor: &'t Tensor) -> Self {
-        let (storage, layout) = tensor.storage_and_layout();
-        Self { storage, layout, dtype: tensor.dtype() }
-    }
-
-    /// Returns the dimensions.
-    pub fn dims(&self) -> &[usize] {
-        self.layout.dims()
-    }
-
-    /// Returns the strides in elements.
-    pub fn strides(&self) -> &[usize] {
-        self.layout.stride()
+    fn lock(&self, tensor: &'t Tensor) -> &TensorLock<'t> {
+        let mut end = self;
+        while let Some(lock) = end.first.get() {
+            end = &lock.next;
+        }
+        end.first.get_or_init(|| {
+            let (storage, layout) = tensor.storage_and_layout();
+            Box::new(TensorLock { storage, layout, next: TensorLocks::default() })
+        })
     }
 }
 
 /// The memory that launches read and write. It is kept, and known to Candle's streams as used, until the launches are
 /// queued and this value is dropped.
-pub(crate) struct Operands<'a> {
+pub(crate) struct Operands<'a, 't> {
     device: &'a KernelDevice,
+    locks: &'a TensorLocks<'t>,
     #[cfg(feature = "cuda")]
     uses: Vec<super::cuda::Use<'a>>,
     #[cfg(feature = "emulator")]
     regions: Vec<super::emulator::Region>,
 }
 
-impl<'a> Operands<'a> {
-    /// Makes an empty list.
-    pub fn new(device: &'a KernelDevice) -> Self {
+impl<'a, 't> Operands<'a, 't> {
+    /// Makes an empty list. `locks` is empty too.
+    pub fn new(device: &'a KernelDevice, locks: &'a TensorLocks<'t>) -> Self {
         Self {
             device,
+            locks,
             #[cfg(feature = "cuda")]
             uses: Vec::new(),
             #[cfg(feature = "emulator")]
@@ -52,13 +59,15 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// Adds a tensor and returns the address of its first element.
+    /// Adds a tensor that launches read, and returns the address of its first element.
     ///
     /// # Errors
-    /// If it is on another device.
-    pub fn read(&mut self, name: &'static str, reading: &'a Reading) -> Result<u64> {
-        let bytes_before = reading.layout.start_offset() * reading.dtype.size_in_bytes();
-        let start = match (self.device, &*reading.storage) {
+    /// If it is on another device, or has another dtype than the kernels read there.
+    pub fn input<T: Pointee>(&mut self, name: &'static str, tensor: &'t Tensor) -> Result<Input<T>> {
+        check_dtype::<T>(name, tensor.dtype())?;
+        let lock = self.locks.lock(tensor);
+        let bytes_before = lock.layout.start_offset() * tensor.dtype().size_in_bytes();
+        let start = match (self.device, &*lock.storage) {
             (KernelDevice::Emulator, Storage::Cpu(storage)) => self.add_region(name, cpu_memory(storage)?, true),
             #[cfg(feature = "cuda")]
             (KernelDevice::Cuda(runner), Storage::Cuda(storage)) => {
@@ -69,47 +78,54 @@ impl<'a> Operands<'a> {
             }
             _ => bail!("{name} is on another device than the queries"),
         };
-        Ok(start + bytes_before as u64)
+        Ok(Input::new(start + bytes_before as u64))
     }
 
-    /// Adds a tensor if there is one, and returns its address or 0.
+    /// Adds a tensor if there is one, and returns its address or null.
     ///
     /// # Errors
-    /// As [`read`](Self::read).
-    pub fn read_optional(&mut self, name: &'static str, reading: Option<&'a Reading>) -> Result<u64> {
-        match reading {
-            Some(reading) => self.read(name, reading),
-            None => Ok(0),
+    /// As [`input`](Self::input).
+    pub fn optional_input<T: Pointee>(&mut self, name: &'static str, tensor: Option<&'t Tensor>) -> Result<Input<T>> {
+        match tensor {
+            Some(tensor) => self.input(name, tensor),
+            None => Ok(Input::new(0)),
         }
     }
 
-    /// Adds a buffer if there is one, and returns its address or 0.
+    /// Adds a buffer if there is one, and returns its address or null.
     ///
     /// # Errors
-    /// As [`write`](Self::write).
-    pub fn write_optional(&mut self, name: &'static str, buffer: Option<&'a mut Buffer>) -> Result<u64> {
+    /// As [`output`](Self::output).
+    pub fn optional_output<T: Pointee>(
+        &mut self,
+        name: &'static str,
+        buffer: Option<&'a mut Buffer>,
+    ) -> Result<Output<T>> {
         match buffer {
-            Some(buffer) => self.write(name, buffer),
-            None => Ok(0),
+            Some(buffer) => self.output(name, buffer),
+            None => Ok(Output::new(0)),
         }
     }
 
-    /// Adds a buffer and returns its address.
+    /// Adds a buffer that launches write, and returns its address.
     ///
     /// # Errors
-    /// If it is on another device.
-    pub fn write(&mut self, name: &'static str, buffer: &'a mut Buffer) -> Result<u64> {
-        match (self.device, buffer.storage_mut()) {
-            (KernelDevice::Emulator, Storage::Cpu(storage)) => Ok(self.add_region(name, cpu_memory(storage)?, false)),
+    /// If it is on another device, or has another dtype than the kernels write there.
+    pub fn output<T: Pointee>(&mut self, name: &'static str, buffer: &'a mut Buffer) -> Result<Output<T>> {
+        let storage = buffer.storage_mut();
+        check_dtype::<T>(name, storage.dtype())?;
+        let address = match (self.device, storage) {
+            (KernelDevice::Emulator, Storage::Cpu(storage)) => self.add_region(name, cpu_memory(storage)?, false),
             #[cfg(feature = "cuda")]
             (KernelDevice::Cuda(runner), Storage::Cuda(storage)) => {
                 let used = runner.write(storage)?;
                 let address = used.address();
                 self.uses.push(used);
-                Ok(address)
+                address
             }
             _ => bail!("{name} is on another device than the queries"),
-        }
+        };
+        Ok(Output::new(address))
     }
 
     /// Ends the use of the memory, after the last launch.
@@ -146,6 +162,14 @@ impl<'a> Operands<'a> {
             #[allow(unreachable_patterns, reason = "with one of the features there is one pair")]
             _ => bail!("[{}] the program was loaded for another device: {:?}", launch.kernel, arguments as *const A),
         }
+    }
+}
+
+/// Checks the dtype of memory that a pointer in a kernel's argument points to.
+fn check_dtype<T: Pointee>(name: &str, dtype: DType) -> Result<()> {
+    match T::DTYPE {
+        Some(expected) if dtype != expected => bail!("{name} has the dtype {dtype:?}, expected {expected:?}"),
+        _ => Ok(()),
     }
 }
 

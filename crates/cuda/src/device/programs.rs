@@ -56,9 +56,11 @@ impl<P> Programs<P> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arguments::AttentionArguments;
+    use crate::kernel_struct::KernelStruct;
 
     fn program(root: &'static str) -> Program {
-        Program { root, defines: Vec::new() }
+        Program { root, arguments: AttentionArguments::DEFINITION, defines: Vec::new() }
     }
 
     #[test]

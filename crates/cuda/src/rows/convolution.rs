@@ -2,22 +2,25 @@
 
 use candle_core::{DType, Result, Storage, Tensor, bail};
 
-use super::check_tensor;
-use crate::arguments::Address;
+use super::outline::{self, RowsCall, Run};
 use crate::catalogue::CatalogueEntry;
-use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
+use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
 use crate::element::Element;
-use crate::program::{Define, KernelShape, Program};
+use crate::kernel_pointers::{Elements, Input, Output};
+use crate::kernel_struct::kernel_struct;
+use crate::program::{Define, KernelShape};
 use crate::unsupported::Unsupported;
-
-const OP: &str = "short_convolution";
 
 /// The numbers of taps for which kernels are made: their registers have the inputs of all taps.
 const WIDTHS: std::ops::RangeInclusive<usize> = 2..=16;
 
-/// The tokens and the channels of a block: CONVOLUTION_TOKENS and CONVOLUTION_THREADS in the source.
-const TOKENS: usize = 32;
-const THREADS: usize = 128;
+const FORWARD: KernelShape = kernel("convolution_forward");
+const BACKWARD: KernelShape = kernel("convolution_backward");
+const SUM: KernelShape = kernel("convolution_sum_taps");
+
+const fn kernel(name: &'static str) -> KernelShape {
+    KernelShape { name, threads: CONVOLUTION_THREADS, shared_bytes: 0 }
+}
 
 /// A convolution of each channel with its own taps: `y[t] = silu(Σ taps[i] x[t - K + 1 + i])`. The last dimension of
 /// all tensors is contiguous.
@@ -53,67 +56,97 @@ pub struct ConvolutionGradients {
 
 /// The dimensions of a call.
 #[derive(Debug, Clone, Copy)]
-struct Sizes {
+pub(super) struct ConvolutionShape {
     b: usize,
     t: usize,
     c: usize,
     k: usize,
 }
 
-/// The argument of the kernels. The source documents the fields.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-struct ConvolutionArguments {
-    inputs: Address,
-    taps: Address,
-    state: Address,
-    output: Address,
-    next_state: Address,
-
-    cumulative_tokens: Address,
-
-    output_gradient: Address,
-    input_gradient: Address,
-    tap_gradient_parts: Address,
-    tap_gradient: Address,
-
-    input_entry_stride: i64,
-    input_token_stride: i64,
-    tap_stride: i64,
-    state_entry_stride: i64,
-    state_token_stride: i64,
-    next_state_entry_stride: i64,
-    next_state_token_stride: i64,
-    output_gradient_entry_stride: i64,
-    output_gradient_token_stride: i64,
-
-    entries: i32,
-    tokens: i32,
-    channels: i32,
-    sequences: i32,
-}
-
-// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check
-// shapes, and take addresses from the operands of the launch.
-unsafe impl KernelArguments for ConvolutionArguments {}
-
-impl ConvolutionCall {
-    /// Checks that kernels run the call, and loads the program, which is compiled in the first call. No tensor is read.
+kernel_struct! {
+    /// The only argument of the kernels of the short causal convolution.
     ///
-    /// # Errors
-    /// If they do not: the sentence says why.
-    pub fn plan(&self) -> std::result::Result<(), Unsupported> {
-        self.check()?;
-        KernelDevice::of(self.xs.device())?.prepare(&program(Element::of(self.xs.dtype())?, self.taps.dims()[0]))
+    /// B is `entries`, T is `tokens`, C is `channels` and K is CONVOLUTION_WIDTH. Packed sequences are successive rows
+    /// of one entry. A pointer that a call does not need is null.
+    pub(super) struct ConvolutionArguments {
+        // ---- tensors ----
+        /// (B, T, C), elements.
+        inputs: Input<Elements>,
+        /// (K, C): the last one is of a token's own input.
+        taps: Input<f32>,
+        /// (B, K - 1, C), elements: the inputs before the first token; null: zeros.
+        state: Input<Elements>,
+        /// (B, T, C), elements, contiguous.
+        output: Output<Elements>,
+        /// (B, K - 1, C), elements: the last inputs; null: not stored.
+        next_state: Output<Elements>,
+        // ---- sequences ----
+        /// (sequences + 1): the first token of each packed sequence, and T. May be null.
+        cumulative_tokens: Input<i32>,
+        // ---- tensors of the backward pass ----
+        /// (B, T, C), elements.
+        output_gradient: Input<Elements>,
+        /// (B, T, C), elements, contiguous.
+        input_gradient: Output<Elements>,
+        /// (B * ceil(T / CONVOLUTION_TOKENS), K, C).
+        tap_gradient_parts: Output<f32>,
+        /// (K, C), contiguous.
+        tap_gradient: Output<f32>,
+        // ---- strides, in elements; the last dimension of all tensors is contiguous ----
+        /// From an entry of `inputs` to the next one.
+        input_entry_stride: i64,
+        /// From a token of `inputs` to the next one.
+        input_token_stride: i64,
+        /// From one tap of a channel to the next.
+        tap_stride: i64,
+        /// From an entry of `state` to the next one.
+        state_entry_stride: i64,
+        /// From a token of `state` to the next one.
+        state_token_stride: i64,
+        /// From an entry of `next_state` to the next one.
+        next_state_entry_stride: i64,
+        /// From a token of `next_state` to the next one.
+        next_state_token_stride: i64,
+        /// From an entry of `output_gradient` to the next one.
+        output_gradient_entry_stride: i64,
+        /// From a token of `output_gradient` to the next one.
+        output_gradient_token_stride: i64,
+        // ---- sizes ----
+        /// B, the entries of the batch.
+        entries: i32,
+        /// T, the tokens of an entry.
+        tokens: i32,
+        /// C, the channels.
+        channels: i32,
+        /// Packed sequences, or B.
+        sequences: i32,
     }
 
-    fn check(&self) -> std::result::Result<(), Unsupported> {
-        KernelDevice::of(self.xs.device())?;
-        Element::of(self.xs.dtype())?;
-        let width = self.taps.dims().first().copied().unwrap_or(0);
-        if !WIDTHS.contains(&width) {
+    /// The tokens of a block.
+    const CONVOLUTION_TOKENS: usize = 32;
+    /// The threads of a block, each of which has a channel.
+    const CONVOLUTION_THREADS: usize = 128;
+}
+
+// SAFETY: the calls of this module check shapes, and take addresses from the operands of the launch.
+unsafe impl KernelArguments for ConvolutionArguments {}
+
+impl RowsCall for ConvolutionCall {
+    type Arguments = ConvolutionArguments;
+    type Shape = ConvolutionShape;
+
+    const OPERATION: &'static str = "short_convolution";
+    const SOURCE: &'static str = "convolution.cu";
+
+    fn elements(&self) -> &Tensor {
+        &self.xs
+    }
+
+    fn shape(&self) -> std::result::Result<ConvolutionShape, Unsupported> {
+        let k = self.taps.dims().first().copied().unwrap_or(0);
+        if !WIDTHS.contains(&k) {
             return Err(Unsupported::new(format!(
-                "the convolution has {width} taps, expected {} to {}",
+                "the convolution has {k} taps, expected {} to {}",
                 WIDTHS.start(),
                 WIDTHS.end()
             )));
@@ -129,29 +162,43 @@ impl ConvolutionCall {
         if [b, t, c].contains(&0) || t.max(c) > most {
             return Err(Unsupported::new(format!("the inputs have the shape {:?}, which no kernel takes", [b, t, c])));
         }
-        block_launch("convolution_forward", Sizes { b, t, c, k: width }).check()
+        let shape = ConvolutionShape { b, t, c, k };
+        block_launch(FORWARD, shape).check()?;
+        Ok(shape)
     }
 
-    fn sizes(&self) -> Result<Sizes> {
-        self.check()?;
-        let (b, t, c) = self.xs.dims3()?;
-        let (k, _) = self.taps.dims2()?;
-        check_tensor(OP, "the input", &self.xs, &[b, t, c], self.xs.dtype())?;
-        check_tensor(OP, "taps", &self.taps, &[k, c], DType::F32)?;
+    fn check(&self, shape: ConvolutionShape) -> Result<()> {
+        let ConvolutionShape { b, t, c, k } = shape;
+        self.check_tensor("the input", &self.xs, &[b, t, c], self.xs.dtype())?;
+        self.check_tensor("taps", &self.taps, &[k, c], DType::F32)?;
         if let Some(state) = &self.state {
-            check_tensor(OP, "state", state, &[b, k - 1, c], self.xs.dtype())?;
+            self.check_tensor("state", state, &[b, k - 1, c], self.xs.dtype())?;
         }
         if let Some(cumulative) = &self.cumulative_tokens {
             let is_ordered = cumulative.windows(2).all(|ends| ends[0] <= ends[1]);
             if b != 1 || !is_ordered || cumulative.first() != Some(&0) || cumulative.last() != Some(&t) {
-                bail!("[{OP}] sequences are at {cumulative:?} of {b} entries of {t} tokens, expected all of one entry")
+                let operation = Self::OPERATION;
+                bail!(
+                    "[{operation}] sequences are at {cumulative:?} of {b} entries of {t} tokens, expected all of one \
+                     entry"
+                )
             }
         }
-        Ok(Sizes { b, t, c, k })
+        Ok(())
     }
 
-    fn load(&self, device: &KernelDevice, sizes: Sizes) -> Result<LoadedProgram> {
-        Ok(device.load(&program(Element::of(self.xs.dtype())?, sizes.k))?)
+    fn constants(shape: ConvolutionShape) -> Vec<Define> {
+        constants(shape.k)
+    }
+}
+
+impl ConvolutionCall {
+    /// Checks that kernels run the call, and loads the program, which is compiled in the first call. No tensor is read.
+    ///
+    /// # Errors
+    /// If they do not: the sentence says why.
+    pub fn plan(&self) -> std::result::Result<(), Unsupported> {
+        outline::plan(self)
     }
 
     /// Returns the first tokens of packed sequences on the device.
@@ -167,26 +214,23 @@ impl ConvolutionCall {
     /// If the call does not fit together, no kernel runs it, or one does not compile or launch; with packed sequences
     /// for `with_state`.
     pub fn forward(&self, with_state: bool) -> Result<ConvolutionResults> {
-        let sizes = self.sizes()?;
-        let Sizes { b, t, c, k } = sizes;
+        let run = Run::start(self)?;
+        let ConvolutionShape { b, t, c, k } = run.shape;
         if with_state && self.cumulative_tokens.is_some() {
-            bail!("[{OP}] the last inputs of packed sequences are wanted, expected entries of a batch")
+            let operation = Self::OPERATION;
+            bail!("[{operation}] the last inputs of packed sequences are wanted, expected entries of a batch")
         }
-        let device = KernelDevice::of(self.xs.device())?;
-        let program = self.load(&device, sizes)?;
-        let mut output = device.uninitialized(self.xs.dtype(), b * t * c)?;
-        let mut next = if with_state { Some(device.uninitialized(self.xs.dtype(), b * (k - 1) * c)?) } else { None };
+        let mut output = run.elements(b * t * c)?;
+        let mut next = if with_state { Some(run.elements(b * (k - 1) * c)?) } else { None };
         let cumulative = self.cumulative()?;
-        {
-            let readings = Readings::new(self, cumulative.as_ref());
-            let mut operands = Operands::new(&device);
-            let mut arguments = self.arguments(sizes, &readings, &mut operands)?;
-            arguments.output = operands.write("output", &mut output)?;
-            if let Some(next) = &mut next {
-                arguments.next_state = operands.write("next_state", next)?;
-            }
-            operands.launch(&program, &block_launch("convolution_forward", sizes), &arguments)?;
-        }
+
+        let locks = TensorLocks::default();
+        let mut operands = run.operands(&locks);
+        let mut arguments = self.arguments(run.shape, cumulative.as_ref(), &mut operands)?;
+        arguments.output = operands.output("output", &mut output)?;
+        arguments.next_state = operands.optional_output("next_state", next.as_mut())?;
+        run.launch(&operands, &block_launch(FORWARD, run.shape), &arguments)?;
+        operands.finish();
         let next_state = next.map(|next| next.into_tensor((b, k - 1, c))).transpose()?;
         Ok(ConvolutionResults { output: output.into_storage(), next_state })
     }
@@ -197,47 +241,45 @@ impl ConvolutionCall {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn backward(&self, gradient: &Tensor) -> Result<ConvolutionGradients> {
-        let sizes = self.sizes()?;
-        let Sizes { b, t, c, k } = sizes;
-        check_tensor(OP, "the output's gradient", gradient, &[b, t, c], self.xs.dtype())?;
-        let device = KernelDevice::of(self.xs.device())?;
-        let program = self.load(&device, sizes)?;
-        let mut of_xs = device.uninitialized(self.xs.dtype(), b * t * c)?;
-        let mut parts = device.uninitialized(DType::F32, b * t.div_ceil(TOKENS) * k * c)?;
-        let mut of_taps = device.uninitialized(DType::F32, k * c)?;
+        let run = Run::start(self)?;
+        let ConvolutionShape { b, t, c, k } = run.shape;
+        self.check_tensor("the output's gradient", gradient, &[b, t, c], self.xs.dtype())?;
+        let mut of_xs = run.elements(b * t * c)?;
+        let mut parts = run.allocate(DType::F32, b * t.div_ceil(CONVOLUTION_TOKENS) * k * c)?;
+        let mut of_taps = run.allocate(DType::F32, k * c)?;
         let cumulative = self.cumulative()?;
-        {
-            let readings = Readings::new(self, cumulative.as_ref());
-            let gradient_reading = Reading::new(gradient);
-            let mut operands = Operands::new(&device);
-            let mut arguments = self.arguments(sizes, &readings, &mut operands)?;
-            arguments.output_gradient = operands.read("output_gradient", &gradient_reading)?;
-            arguments.output_gradient_entry_stride = gradient_reading.strides()[0] as i64;
-            arguments.output_gradient_token_stride = gradient_reading.strides()[1] as i64;
-            arguments.input_gradient = operands.write("input_gradient", &mut of_xs)?;
-            arguments.tap_gradient_parts = operands.write("tap_gradient_parts", &mut parts)?;
-            arguments.tap_gradient = operands.write("tap_gradient", &mut of_taps)?;
-            operands.launch(&program, &block_launch("convolution_backward", sizes), &arguments)?;
-            operands.launch(&program, &sum_launch(sizes), &arguments)?;
-        }
+
+        let locks = TensorLocks::default();
+        let mut operands = run.operands(&locks);
+        let mut arguments = self.arguments(run.shape, cumulative.as_ref(), &mut operands)?;
+        arguments.output_gradient = operands.input("output_gradient", gradient)?;
+        arguments.output_gradient_entry_stride = gradient.stride()[0] as i64;
+        arguments.output_gradient_token_stride = gradient.stride()[1] as i64;
+        arguments.input_gradient = operands.output("input_gradient", &mut of_xs)?;
+        arguments.tap_gradient_parts = operands.output("tap_gradient_parts", &mut parts)?;
+        arguments.tap_gradient = operands.output("tap_gradient", &mut of_taps)?;
+        run.launch(&operands, &block_launch(BACKWARD, run.shape), &arguments)?;
+        run.launch(&operands, &sum_launch(run.shape), &arguments)?;
+        operands.finish();
         Ok(ConvolutionGradients { xs: of_xs.into_tensor((b, t, c))?, taps: of_taps.into_tensor((k, c))? })
     }
 
-    fn arguments<'a>(
-        &self,
-        sizes: Sizes,
-        readings: &'a Readings,
-        operands: &mut Operands<'a>,
+    fn arguments<'t>(
+        &'t self,
+        shape: ConvolutionShape,
+        cumulative: Option<&'t Tensor>,
+        operands: &mut Operands<'_, 't>,
     ) -> Result<ConvolutionArguments> {
-        let Sizes { b, t, c, k } = sizes;
-        let sequences = self.cumulative_tokens.as_ref().map_or(b, |cumulative| cumulative.len() - 1);
-        let xs_strides = readings.xs.strides();
+        let ConvolutionShape { b, t, c, k } = shape;
+        let sequences = self.cumulative_tokens.as_ref().map_or(b, |tokens| tokens.len() - 1);
         let mut arguments = ConvolutionArguments {
-            inputs: operands.read("inputs", &readings.xs)?,
-            taps: operands.read("taps", &readings.taps)?,
-            input_entry_stride: xs_strides[0] as i64,
-            input_token_stride: xs_strides[1] as i64,
-            tap_stride: readings.taps.strides()[0] as i64,
+            inputs: operands.input("inputs", &self.xs)?,
+            taps: operands.input("taps", &self.taps)?,
+            state: operands.optional_input("state", self.state.as_ref())?,
+            cumulative_tokens: operands.optional_input("cumulative_tokens", cumulative)?,
+            input_entry_stride: self.xs.stride()[0] as i64,
+            input_token_stride: self.xs.stride()[1] as i64,
+            tap_stride: self.taps.stride()[0] as i64,
             next_state_entry_stride: ((k - 1) * c) as i64,
             next_state_token_stride: c as i64,
             entries: b as i32,
@@ -246,104 +288,37 @@ impl ConvolutionCall {
             sequences: sequences as i32,
             ..ConvolutionArguments::default()
         };
-        if let Some(state) = &readings.state {
-            arguments.state = operands.read("state", state)?;
-            arguments.state_entry_stride = state.strides()[0] as i64;
-            arguments.state_token_stride = state.strides()[1] as i64;
-        }
-        if let Some(cumulative) = &readings.cumulative {
-            arguments.cumulative_tokens = operands.read("cumulative_tokens", cumulative)?;
+        if let Some(state) = &self.state {
+            arguments.state_entry_stride = state.stride()[0] as i64;
+            arguments.state_token_stride = state.stride()[1] as i64;
         }
         Ok(arguments)
     }
 }
 
-/// The tensors of a call while launches read them.
-struct Readings<'t> {
-    xs: Reading<'t>,
-    taps: Reading<'t>,
-    state: Option<Reading<'t>>,
-    cumulative: Option<Reading<'t>>,
-}
-
-impl<'t> Readings<'t> {
-    fn new(call: &'t ConvolutionCall, cumulative: Option<&'t Tensor>) -> Self {
-        Self {
-            xs: Reading::new(&call.xs),
-            taps: Reading::new(&call.taps),
-            state: call.state.as_ref().map(Reading::new),
-            cumulative: cumulative.map(Reading::new),
-        }
-    }
-}
-
-/// Returns the program of an element type and a number of taps.
-fn program(element: Element, width: usize) -> Program {
-    let defines = vec![element.define(), Define { name: "CONVOLUTION_WIDTH", value: width as i64 }];
-    Program { root: "convolution.cu", defines }
+/// Returns the constants of the program for a number of taps.
+fn constants(width: usize) -> Vec<Define> {
+    vec![Define { name: "CONVOLUTION_WIDTH", value: width as i64 }]
 }
 
 /// Returns the programs of the usual number of taps.
 pub(super) fn entries() -> Vec<CatalogueEntry> {
-    let kernel = |name| KernelShape { name, threads: THREADS, shared_bytes: 0 };
-    let names = ["convolution_forward", "convolution_backward", "convolution_sum_taps"];
     let mut entries = Vec::new();
     for element in Element::ALL {
         let name = format!("convolution {} k4", element.name());
-        entries.push(CatalogueEntry::new(&program(element, 4), name, true, names.map(kernel).into()));
+        let program = outline::program::<ConvolutionCall>(element, constants(4));
+        entries.push(CatalogueEntry::new(&program, name, true, vec![FORWARD, BACKWARD, SUM]));
     }
     entries
 }
 
 /// Returns the launch of a kernel over blocks of tokens and channels.
-fn block_launch(kernel: &'static str, Sizes { b, t, c, .. }: Sizes) -> Launch {
-    let grid = Grid { x: c.div_ceil(THREADS), y: t.div_ceil(TOKENS), z: b };
-    Launch { kernel, grid, threads: THREADS, shared_bytes: 0 }
+fn block_launch(kernel: KernelShape, ConvolutionShape { b, t, c, .. }: ConvolutionShape) -> Launch {
+    let grid = Grid { x: c.div_ceil(CONVOLUTION_THREADS), y: t.div_ceil(CONVOLUTION_TOKENS), z: b };
+    Launch::new(kernel, grid)
 }
 
 /// Returns the launch of the sum of the gradients of taps.
-fn sum_launch(Sizes { c, k, .. }: Sizes) -> Launch {
-    let grid = Grid::linear((k * c).div_ceil(THREADS));
-    Launch { kernel: "convolution_sum_taps", grid, threads: THREADS, shared_bytes: 0 }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::source_sizes::{assert_same_layout, source_sizes};
-
-    #[test]
-    fn convolution_arguments_match_the_source() {
-        let sizes = source_sizes(&program(Element::F32, 4));
-        assert_same_layout!(
-            sizes,
-            ConvolutionArguments,
-            [
-                inputs,
-                taps,
-                state,
-                output,
-                next_state,
-                cumulative_tokens,
-                output_gradient,
-                input_gradient,
-                tap_gradient_parts,
-                tap_gradient,
-                input_entry_stride,
-                input_token_stride,
-                tap_stride,
-                state_entry_stride,
-                state_token_stride,
-                next_state_entry_stride,
-                next_state_token_stride,
-                output_gradient_entry_stride,
-                output_gradient_token_stride,
-                entries,
-                tokens,
-                channels,
-                sequences
-            ]
-        );
-        assert_eq!((sizes["CONVOLUTION_TOKENS"], sizes["CONVOLUTION_THREADS"]), (TOKENS, THREADS));
-    }
+fn sum_launch(ConvolutionShape { c, k, .. }: ConvolutionShape) -> Launch {
+    Launch::new(SUM, Grid::linear((k * c).div_ceil(CONVOLUTION_THREADS)))
 }

@@ -2,21 +2,15 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::{check_tensor, entries_of, program_of};
-use crate::arguments::Address;
+use super::outline::{self, RowsCall, Run};
 use crate::catalogue::CatalogueEntry;
-use crate::device::{Grid, KernelArguments, KernelDevice, Launch, Operands, Reading};
-use crate::element::Element;
+use crate::device::{Grid, KernelArguments, Launch, TensorLocks};
+use crate::kernel_pointers::{Elements, Input, Output};
+use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
 
-const OP: &str = "gated_delta_net";
-
-/// The file of the kernels.
-const ROOT: &str = "delta_gates.cu";
-
-/// The threads of a block: GATES_THREADS in the source.
-const THREADS: usize = 128;
+const KERNEL: KernelShape = KernelShape { name: "delta_gates", threads: GATES_THREADS, shared_bytes: 0 };
 
 /// The projections of a layer's inputs from which its decays and betas are computed, without gradients. W is 1, or D_k
 /// for a decay of each channel. The last dimension of all tensors is contiguous.
@@ -45,36 +39,105 @@ pub struct DeltaGates {
     pub decay: Tensor,
 }
 
-/// The argument of the kernel. The source documents the fields.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-struct DeltaGatesArguments {
-    beta_inputs: Address,
-    decay_inputs: Address,
-    biases: Address,
-    log_rates: Address,
-    betas: Address,
-    decays: Address,
-
-    beta_entry_stride: i64,
-    beta_token_stride: i64,
-    decay_entry_stride: i64,
-    decay_token_stride: i64,
-
-    entries: i32,
-    tokens: i32,
-    heads: i32,
-    decay_width: i32,
-
-    has_lower_bound: i32,
-    lower_bound: f32,
-    beta_factor: f32,
-    reserved: i32,
+/// The dimensions of a call.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct GatesShape {
+    b: usize,
+    t: usize,
+    h: usize,
+    /// H · W.
+    decays: usize,
 }
 
-// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check
-// shapes, and take addresses from the operands of the launch.
+kernel_struct! {
+    /// The only argument of the kernel of the decays and betas of a gated delta net.
+    ///
+    /// B is `entries`, T is `tokens`, H is `heads` and W is `decay_width`: 1, or D_k for a decay of each channel.
+    pub(super) struct DeltaGatesArguments {
+        // ---- tensors ----
+        /// (B, T, H), elements: projected inputs.
+        beta_inputs: Input<Elements>,
+        /// (B, T, H * W), elements: projected inputs.
+        decay_inputs: Input<Elements>,
+        /// (H * W), which are added to decay_inputs.
+        biases: Input<f32>,
+        /// (H): `A_log`.
+        log_rates: Input<f32>,
+        /// (B, T, H), contiguous.
+        betas: Output<f32>,
+        /// (B, T, H, W), contiguous: logarithms of the factors of a state.
+        decays: Output<f32>,
+        // ---- strides, in elements; the last dimension of all tensors is contiguous ----
+        /// From an entry of `beta_inputs` to the next one.
+        beta_entry_stride: i64,
+        /// From a token of `beta_inputs` to the next one.
+        beta_token_stride: i64,
+        /// From an entry of `decay_inputs` to the next one.
+        decay_entry_stride: i64,
+        /// From a token of `decay_inputs` to the next one.
+        decay_token_stride: i64,
+        // ---- sizes ----
+        /// B, the entries of the batch.
+        entries: i32,
+        /// T, the tokens of an entry.
+        tokens: i32,
+        /// H, the heads.
+        heads: i32,
+        /// W, the decays of a head.
+        decay_width: i32,
+        // ---- options and numbers ----
+        /// 1: decays are lower_bound * sigmoid(rate * x), 0: -rate * softplus(x).
+        has_lower_bound: i32,
+        /// 0 without a bound.
+        lower_bound: f32,
+        /// Betas are beta_factor * sigmoid(x).
+        beta_factor: f32,
+        /// 0: makes the size a multiple of 8 bytes.
+        reserved: i32,
+    }
+
+    /// The threads of a block.
+    const GATES_THREADS: usize = 128;
+}
+
+// SAFETY: the calls of this module check shapes, and take addresses from the operands of the launch.
 unsafe impl KernelArguments for DeltaGatesArguments {}
+
+impl RowsCall for DeltaGatesCall {
+    type Arguments = DeltaGatesArguments;
+    type Shape = GatesShape;
+
+    const OPERATION: &'static str = "gated_delta_net";
+    const SOURCE: &'static str = "delta_gates.cu";
+
+    fn elements(&self) -> &Tensor {
+        &self.beta
+    }
+
+    fn shape(&self) -> std::result::Result<GatesShape, Unsupported> {
+        let count = self.decay.elem_count();
+        match (self.beta.dims(), self.decay.dims()) {
+            (&[b, t, h], &[_, _, decays]) if (1..=i32::MAX as usize).contains(&count) && self.beta.elem_count() > 0 => {
+                Ok(GatesShape { b, t, h, decays })
+            }
+            (beta, decay) => Err(Unsupported::new(format!(
+                "the inputs have the shapes {beta:?} and {decay:?}, which no kernel takes"
+            ))),
+        }
+    }
+
+    fn check(&self, shape: GatesShape) -> Result<()> {
+        let GatesShape { b, t, h, decays } = shape;
+        self.check_tensor("the input of betas", &self.beta, &[b, t, h], self.beta.dtype())?;
+        self.check_tensor("the input of decays", &self.decay, &[b, t, decays], self.beta.dtype())?;
+        self.check_tensor("biases", &self.biases, &[decays], DType::F32)?;
+        self.check_tensor("log_rates", &self.log_rates, &[h], DType::F32)?;
+        if !decays.is_multiple_of(h) {
+            bail!("[{}] there are {decays} decays, expected a multiple of the {h} heads", Self::OPERATION)
+        }
+        Ok(())
+    }
+}
 
 impl DeltaGatesCall {
     /// Checks that a kernel runs the call, and loads the program, which is compiled in the first call. No tensor is
@@ -83,19 +146,7 @@ impl DeltaGatesCall {
     /// # Errors
     /// If none does: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
-        self.check()?;
-        KernelDevice::of(self.beta.device())?.prepare(&program_of(ROOT, Element::of(self.beta.dtype())?))
-    }
-
-    fn check(&self) -> std::result::Result<(), Unsupported> {
-        KernelDevice::of(self.beta.device())?;
-        Element::of(self.beta.dtype())?;
-        let count = self.decay.elem_count();
-        if count == 0 || count > i32::MAX as usize || self.beta.rank() != 3 || self.beta.elem_count() == 0 {
-            let shapes = format!("{:?} and {:?}", self.beta.dims(), self.decay.dims());
-            return Err(Unsupported::new(format!("the inputs have the shapes {shapes}, which no kernel takes")));
-        }
-        Ok(())
+        outline::plan(self)
     }
 
     /// Computes the decays and betas.
@@ -103,92 +154,42 @@ impl DeltaGatesCall {
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or it does not compile or launch.
     pub fn forward(&self) -> Result<DeltaGates> {
-        self.check()?;
-        let (b, t, h) = self.beta.dims3()?;
-        let (_, _, decays) = self.decay.dims3()?;
-        check_tensor(OP, "the input of betas", &self.beta, &[b, t, h], self.beta.dtype())?;
-        check_tensor(OP, "the input of decays", &self.decay, &[b, t, decays], self.beta.dtype())?;
-        check_tensor(OP, "biases", &self.biases, &[decays], DType::F32)?;
-        check_tensor(OP, "log_rates", &self.log_rates, &[h], DType::F32)?;
-        if !decays.is_multiple_of(h) {
-            bail!("[{OP}] there are {decays} decays, expected a multiple of the {h} heads")
-        }
+        let run = Run::start(self)?;
+        let GatesShape { b, t, h, decays } = run.shape;
         let width = decays / h;
-        let device = KernelDevice::of(self.beta.device())?;
-        let program = device.load(&program_of(ROOT, Element::of(self.beta.dtype())?))?;
-        let mut beta = device.uninitialized(DType::F32, b * t * h)?;
-        let mut decay = device.uninitialized(DType::F32, b * t * decays)?;
-        {
-            let beta_reading = Reading::new(&self.beta);
-            let decay_reading = Reading::new(&self.decay);
-            let (biases, log_rates) = (Reading::new(&self.biases), Reading::new(&self.log_rates));
-            let mut operands = Operands::new(&device);
-            let arguments = DeltaGatesArguments {
-                beta_inputs: operands.read("beta_inputs", &beta_reading)?,
-                decay_inputs: operands.read("decay_inputs", &decay_reading)?,
-                biases: operands.read("biases", &biases)?,
-                log_rates: operands.read("log_rates", &log_rates)?,
-                betas: operands.write("betas", &mut beta)?,
-                decays: operands.write("decays", &mut decay)?,
-                beta_entry_stride: beta_reading.strides()[0] as i64,
-                beta_token_stride: beta_reading.strides()[1] as i64,
-                decay_entry_stride: decay_reading.strides()[0] as i64,
-                decay_token_stride: decay_reading.strides()[1] as i64,
-                entries: b as i32,
-                tokens: t as i32,
-                heads: h as i32,
-                decay_width: width as i32,
-                has_lower_bound: self.decay_lower_bound.is_some().into(),
-                lower_bound: self.decay_lower_bound.unwrap_or(0.0) as f32,
-                beta_factor: self.beta_factor as f32,
-                reserved: 0,
-            };
-            let grid = Grid::linear((b * t * decays).div_ceil(THREADS));
-            operands.launch(&program, &Launch::new(KERNEL, grid), &arguments)?;
-        }
+        let mut beta = run.allocate(DType::F32, b * t * h)?;
+        let mut decay = run.allocate(DType::F32, b * t * decays)?;
+
+        let locks = TensorLocks::default();
+        let mut operands = run.operands(&locks);
+        let arguments = DeltaGatesArguments {
+            beta_inputs: operands.input("beta_inputs", &self.beta)?,
+            decay_inputs: operands.input("decay_inputs", &self.decay)?,
+            biases: operands.input("biases", &self.biases)?,
+            log_rates: operands.input("log_rates", &self.log_rates)?,
+            betas: operands.output("betas", &mut beta)?,
+            decays: operands.output("decays", &mut decay)?,
+            beta_entry_stride: self.beta.stride()[0] as i64,
+            beta_token_stride: self.beta.stride()[1] as i64,
+            decay_entry_stride: self.decay.stride()[0] as i64,
+            decay_token_stride: self.decay.stride()[1] as i64,
+            entries: b as i32,
+            tokens: t as i32,
+            heads: h as i32,
+            decay_width: width as i32,
+            has_lower_bound: self.decay_lower_bound.is_some().into(),
+            lower_bound: self.decay_lower_bound.unwrap_or(0.0) as f32,
+            beta_factor: self.beta_factor as f32,
+            reserved: 0,
+        };
+        let grid = Grid::linear((b * t * decays).div_ceil(GATES_THREADS));
+        run.launch(&operands, &Launch::new(KERNEL, grid), &arguments)?;
+        operands.finish();
         Ok(DeltaGates { beta: beta.into_tensor((b, t, h))?, decay: decay.into_tensor((b, t, h, width))? })
     }
 }
 
-const KERNEL: KernelShape = KernelShape { name: "delta_gates", threads: THREADS, shared_bytes: 0 };
-
 /// Returns the programs of all element types.
 pub(super) fn entries() -> Vec<CatalogueEntry> {
-    entries_of(ROOT, "delta gates", &[KERNEL])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::source_sizes::{assert_same_layout, source_sizes};
-
-    #[test]
-    fn delta_gates_arguments_match_the_source() {
-        let sizes = source_sizes(&program_of(ROOT, Element::F32));
-        assert_same_layout!(
-            sizes,
-            DeltaGatesArguments,
-            [
-                beta_inputs,
-                decay_inputs,
-                biases,
-                log_rates,
-                betas,
-                decays,
-                beta_entry_stride,
-                beta_token_stride,
-                decay_entry_stride,
-                decay_token_stride,
-                entries,
-                tokens,
-                heads,
-                decay_width,
-                has_lower_bound,
-                lower_bound,
-                beta_factor,
-                reserved
-            ]
-        );
-        assert_eq!(sizes["GATES_THREADS"], THREADS);
-    }
+    outline::entries_of::<DeltaGatesCall>("delta gates", &[KERNEL])
 }

@@ -3,24 +3,20 @@
 use candle_core::{Result, Storage, Tensor};
 
 use super::activation::Activation;
-use super::{RowsShape, check_tensor, entries_of, program_of, row_strides};
-use crate::arguments::{Address, RowStrides};
+use super::outline::{self, RowsCall, Run};
+use super::{RowsShape, row_strides};
 use crate::catalogue::CatalogueEntry;
-use crate::device::{Grid, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, Reading};
-use crate::element::Element;
+use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
+use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
+use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
 
-const OP: &str = "gate";
-
-/// The file of the kernels.
-const ROOT: &str = "gate.cu";
-
-/// The warps of a block: GATE_WARPS in the source.
-const WARPS: usize = 4;
-
 /// The columns of a warp in a row whose gate is as wide.
 const COLUMNS: usize = 256;
+
+const FORWARD: KernelShape = KernelShape { name: "gate_forward", threads: GATE_WARPS * 32, shared_bytes: 0 };
+const BACKWARD: KernelShape = KernelShape { name: "gate_backward", threads: GATE_WARPS * 32, shared_bytes: 0 };
 
 /// `activation(gate) · value`, computed in f32 and rounded once. The last dimension of all tensors is contiguous.
 #[derive(Debug, Clone)]
@@ -44,7 +40,7 @@ pub struct GateGradients {
 
 /// The dimensions of a call.
 #[derive(Debug, Clone, Copy)]
-struct GateShape {
+pub(super) struct GateShape {
     values: RowsShape,
     /// D, or 1.
     gate_width: usize,
@@ -62,35 +58,82 @@ impl GateShape {
     }
 }
 
-/// The argument of the kernels. The source documents the fields.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-struct GateArguments {
-    gates: Address,
-    values: Address,
-    output: Address,
+kernel_struct! {
+    /// The only argument of the kernels of gates.
+    ///
+    /// B is `entries`, T is `tokens`, H is `heads` and D is `width`. G is D, or 1 if one number of the gate multiplies
+    /// a row.
+    pub(super) struct GateArguments {
+        // ---- tensors ----
+        /// (B, T, H, G), elements, before the activation.
+        gates: Input<Elements>,
+        /// (B, T, H, D), elements.
+        values: Input<Elements>,
+        /// (B, T, H, D), elements, contiguous.
+        output: Output<Elements>,
+        // ---- tensors of the backward pass ----
+        /// (B, T, H, D), elements.
+        output_gradient: Input<Elements>,
+        /// (B, T, H, G), elements, contiguous.
+        gate_gradient: Output<Elements>,
+        /// (B, T, H, D), elements, contiguous.
+        value_gradient: Output<Elements>,
+        // ---- strides, in elements ----
+        /// The strides of `gates`.
+        gate_strides: RowStrides,
+        /// The strides of `values`.
+        value_strides: RowStrides,
+        /// The strides of `output_gradient`.
+        output_gradient_strides: RowStrides,
+        /// 1, or 0 if G is 1.
+        gate_column_stride: i64,
+        // ---- sizes ----
+        /// B, the entries of the batch.
+        entries: i32,
+        /// T, the tokens of an entry.
+        tokens: i32,
+        /// H, the heads.
+        heads: i32,
+        /// D, the columns of a row.
+        width: i32,
+        /// The columns of a warp; all of a row if G is 1.
+        columns: i32,
+        // ---- options ----
+        /// One of the constants in activations.cuh.
+        activation: i32,
+    }
 
-    output_gradient: Address,
-    gate_gradient: Address,
-    value_gradient: Address,
-
-    gate_strides: RowStrides,
-    value_strides: RowStrides,
-    output_gradient_strides: RowStrides,
-    gate_column_stride: i64,
-
-    entries: i32,
-    tokens: i32,
-    heads: i32,
-    width: i32,
-    columns: i32,
-
-    activation: i32,
+    /// The warps of a block.
+    const GATE_WARPS: usize = 4;
 }
 
-// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check
-// shapes, and take addresses from the operands of the launch.
+// SAFETY: the calls of this module check shapes, and take addresses from the operands of the launch.
 unsafe impl KernelArguments for GateArguments {}
+
+impl RowsCall for GateCall {
+    type Arguments = GateArguments;
+    type Shape = GateShape;
+
+    const OPERATION: &'static str = "gate";
+    const SOURCE: &'static str = "gate.cu";
+
+    fn elements(&self) -> &Tensor {
+        &self.values
+    }
+
+    fn shape(&self) -> std::result::Result<GateShape, Unsupported> {
+        let values = RowsShape::of(&self.values)?;
+        let gate_width = if self.gates.dims().last() == Some(&1) { 1 } else { values.d };
+        let shape = GateShape { values, gate_width };
+        launch(FORWARD, shape).check()?;
+        Ok(shape)
+    }
+
+    fn check(&self, shape: GateShape) -> Result<()> {
+        self.check_tensor("the values", &self.values, &shape.values.dims(), self.values.dtype())?;
+        self.check_tensor("the gate", &self.gates, &shape.gate_dims(), self.values.dtype())
+    }
+}
 
 impl GateCall {
     /// Checks that kernels run the call, and loads the program, which is compiled in the first call. No tensor is read.
@@ -98,33 +141,7 @@ impl GateCall {
     /// # Errors
     /// If they do not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
-        self.check()?;
-        KernelDevice::of(self.values.device())?.prepare(&program_of(ROOT, Element::of(self.values.dtype())?))
-    }
-
-    fn check(&self) -> std::result::Result<(), Unsupported> {
-        KernelDevice::of(self.values.device())?;
-        Element::of(self.values.dtype())?;
-        launch(FORWARD, self.shape()?).check()
-    }
-
-    fn shape(&self) -> std::result::Result<GateShape, Unsupported> {
-        let values = RowsShape::of(&self.values)?;
-        let gate_width = if self.gates.dims().last() == Some(&1) { 1 } else { values.d };
-        Ok(GateShape { values, gate_width })
-    }
-
-    fn checked_shape(&self) -> Result<GateShape> {
-        self.check()?;
-        let shape = self.shape()?;
-        let values = shape.values;
-        check_tensor(OP, "the values", &self.values, &values.dims(), self.values.dtype())?;
-        check_tensor(OP, "the gate", &self.gates, &shape.gate_dims(), self.values.dtype())?;
-        Ok(shape)
-    }
-
-    fn load(&self, device: &KernelDevice) -> Result<LoadedProgram> {
-        Ok(device.load(&program_of(ROOT, Element::of(self.values.dtype())?))?)
+        outline::plan(self)
     }
 
     /// Computes the output, (B, T, H, D), contiguous, in the dtype of the values.
@@ -132,17 +149,15 @@ impl GateCall {
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or one does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        let shape = self.checked_shape()?;
-        let device = KernelDevice::of(self.values.device())?;
-        let program = self.load(&device)?;
-        let mut output = device.uninitialized(self.values.dtype(), shape.values.elements())?;
-        {
-            let readings = Readings::new(self);
-            let mut operands = Operands::new(&device);
-            let mut arguments = self.arguments(shape, &readings, &mut operands)?;
-            arguments.output = operands.write("output", &mut output)?;
-            operands.launch(&program, &launch(FORWARD, shape), &arguments)?;
-        }
+        let run = Run::start(self)?;
+        let mut output = run.elements(run.shape.values.elements())?;
+
+        let locks = TensorLocks::default();
+        let mut operands = run.operands(&locks);
+        let mut arguments = self.arguments(run.shape, &mut operands)?;
+        arguments.output = operands.output("output", &mut output)?;
+        run.launch(&operands, &launch(FORWARD, run.shape), &arguments)?;
+        operands.finish();
         Ok(output.into_storage())
     }
 
@@ -151,41 +166,33 @@ impl GateCall {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn backward(&self, gradient: &Tensor) -> Result<GateGradients> {
-        let shape = self.checked_shape()?;
-        let GateShape { values, gate_width } = shape;
-        check_tensor(OP, "the output's gradient", gradient, &values.dims(), self.values.dtype())?;
-        let device = KernelDevice::of(self.values.device())?;
-        let program = self.load(&device)?;
-        let mut of_gates = device.uninitialized(self.values.dtype(), values.rows() * gate_width)?;
-        let mut of_values = device.uninitialized(self.values.dtype(), values.elements())?;
-        {
-            let readings = Readings::new(self);
-            let gradient_reading = Reading::new(gradient);
-            let mut operands = Operands::new(&device);
-            let mut arguments = self.arguments(shape, &readings, &mut operands)?;
-            arguments.output_gradient = operands.read("output_gradient", &gradient_reading)?;
-            arguments.output_gradient_strides = row_strides(&gradient_reading);
-            arguments.gate_gradient = operands.write("gate_gradient", &mut of_gates)?;
-            arguments.value_gradient = operands.write("value_gradient", &mut of_values)?;
-            operands.launch(&program, &launch(BACKWARD, shape), &arguments)?;
-        }
+        let run = Run::start(self)?;
+        let GateShape { values, gate_width } = run.shape;
+        self.check_tensor("the output's gradient", gradient, &values.dims(), self.values.dtype())?;
+        let mut of_gates = run.elements(values.rows() * gate_width)?;
+        let mut of_values = run.elements(values.elements())?;
+
+        let locks = TensorLocks::default();
+        let mut operands = run.operands(&locks);
+        let mut arguments = self.arguments(run.shape, &mut operands)?;
+        arguments.output_gradient = operands.input("output_gradient", gradient)?;
+        arguments.output_gradient_strides = row_strides(gradient);
+        arguments.gate_gradient = operands.output("gate_gradient", &mut of_gates)?;
+        arguments.value_gradient = operands.output("value_gradient", &mut of_values)?;
+        run.launch(&operands, &launch(BACKWARD, run.shape), &arguments)?;
+        operands.finish();
         Ok(GateGradients {
-            gates: of_gates.into_tensor(&shape.gate_dims())?,
+            gates: of_gates.into_tensor(&run.shape.gate_dims())?,
             values: of_values.into_tensor(&values.dims())?,
         })
     }
 
-    fn arguments<'a>(
-        &self,
-        shape: GateShape,
-        readings: &'a Readings,
-        operands: &mut Operands<'a>,
-    ) -> Result<GateArguments> {
+    fn arguments<'t>(&'t self, shape: GateShape, operands: &mut Operands<'_, 't>) -> Result<GateArguments> {
         Ok(GateArguments {
-            gates: operands.read("gates", &readings.gates)?,
-            values: operands.read("values", &readings.values)?,
-            gate_strides: row_strides(&readings.gates),
-            value_strides: row_strides(&readings.values),
+            gates: operands.input("gates", &self.gates)?,
+            values: operands.input("values", &self.values)?,
+            gate_strides: row_strides(&self.gates),
+            value_strides: row_strides(&self.values),
             gate_column_stride: if shape.gate_width == shape.values.d { 1 } else { 0 },
             entries: shape.values.b as i32,
             tokens: shape.values.t as i32,
@@ -198,62 +205,13 @@ impl GateCall {
     }
 }
 
-/// The tensors of a call while launches read them.
-struct Readings<'t> {
-    gates: Reading<'t>,
-    values: Reading<'t>,
-}
-
-impl<'t> Readings<'t> {
-    fn new(call: &'t GateCall) -> Self {
-        Self { gates: Reading::new(&call.gates), values: Reading::new(&call.values) }
-    }
-}
-
-const FORWARD: KernelShape = KernelShape { name: "gate_forward", threads: WARPS * 32, shared_bytes: 0 };
-const BACKWARD: KernelShape = KernelShape { name: "gate_backward", threads: WARPS * 32, shared_bytes: 0 };
-
 /// Returns the launch of a kernel.
 fn launch(kernel: KernelShape, shape: GateShape) -> Launch {
-    let grid = Grid { x: shape.values.rows().div_ceil(WARPS), y: shape.values.d.div_ceil(shape.columns()), z: 1 };
+    let grid = Grid { x: shape.values.rows().div_ceil(GATE_WARPS), y: shape.values.d.div_ceil(shape.columns()), z: 1 };
     Launch::new(kernel, grid)
 }
 
 /// Returns the programs of all element types.
 pub(super) fn entries() -> Vec<CatalogueEntry> {
-    entries_of(ROOT, "gate", &[FORWARD, BACKWARD])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::source_sizes::{assert_same_layout, source_sizes};
-
-    #[test]
-    fn gate_arguments_match_the_source() {
-        let sizes = source_sizes(&program_of(ROOT, Element::F32));
-        assert_same_layout!(
-            sizes,
-            GateArguments,
-            [
-                gates,
-                values,
-                output,
-                output_gradient,
-                gate_gradient,
-                value_gradient,
-                gate_strides,
-                value_strides,
-                output_gradient_strides,
-                gate_column_stride,
-                entries,
-                tokens,
-                heads,
-                width,
-                columns,
-                activation
-            ]
-        );
-        assert_eq!(sizes["GATE_WARPS"], WARPS);
-    }
+    outline::entries_of::<GateCall>("gate", &[FORWARD, BACKWARD])
 }

@@ -3,21 +3,14 @@
 use candle_core::{Result, Storage, Tensor};
 
 use super::activation::Activation;
-use super::{check_contiguous, check_tensor};
-use crate::arguments::Address;
+use super::outline::{self, RowsCall, Run};
 use crate::catalogue::CatalogueEntry;
-use crate::device::{Grid, KernelArguments, KernelDevice, Launch, Operands, Reading};
+use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
 use crate::element::Element;
-use crate::program::{Define, KernelShape, Program};
+use crate::kernel_pointers::{Elements, Input, Output};
+use crate::kernel_struct::kernel_struct;
+use crate::program::{Define, KernelShape};
 use crate::unsupported::Unsupported;
-
-const OP: &str = "linear_rows";
-
-/// The file of the kernel.
-const ROOT: &str = "linear_rows.cu";
-
-/// The warps of a block: LINEAR_WARPS in the source.
-const WARPS: usize = 8;
 
 /// The bytes that a lane loads at once.
 const LOAD_BYTES: usize = 16;
@@ -62,7 +55,7 @@ pub struct LinearParameters {
 
 /// The dimensions of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct LinearShape {
+pub(super) struct LinearShape {
     rows: usize,
     width: usize,
     outputs: usize,
@@ -71,47 +64,63 @@ struct LinearShape {
     element: Element,
 }
 
-/// The argument of the kernel. The source documents the fields.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-struct LinearRowsArguments {
-    inputs: Address,
-    weights: Address,
-    biases: Address,
-    up_weights: Address,
-    up_biases: Address,
-    residuals: Address,
-    output: Address,
-
-    rows: i32,
-    width: i32,
-    outputs: i32,
-    product_warps: i32,
-
-    is_aligned: i32,
-    activation: i32,
-}
-
-// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check
-// shapes, and take addresses from the operands of the launch.
-unsafe impl KernelArguments for LinearRowsArguments {}
-
-impl LinearRowsCall {
-    /// The largest number of rows. With more, a product of cuBLAS, on tensor cores, is the better choice.
-    pub const MAX_ROWS: usize = ROWS[ROWS.len() - 1];
-
-    /// Checks that the kernel runs the call, and loads the program, which is compiled in the first call. No tensor is
-    /// read.
+kernel_struct! {
+    /// The only argument of the kernel of linear layers with few rows.
     ///
-    /// # Errors
-    /// If it does not: the sentence says why.
-    pub fn plan(&self) -> std::result::Result<(), Unsupported> {
-        let device = KernelDevice::of(self.xs.device())?;
-        let shape = self.shape()?;
-        device.prepare(&program(shape.element, shape.program_rows()))
+    /// M is `rows`, K is `width` and N is `outputs`. All tensors are contiguous. A pointer that a call does not need is
+    /// null.
+    pub(super) struct LinearRowsArguments {
+        // ---- tensors, all of elements ----
+        /// (M, K).
+        inputs: Input<Elements>,
+        /// (N, K).
+        weights: Input<Elements>,
+        /// (N). May be null.
+        biases: Input<Elements>,
+        /// (N, K): the factors of the activated outputs are another product. May be null.
+        up_weights: Input<Elements>,
+        /// (N). May be null.
+        up_biases: Input<Elements>,
+        /// (M, N), added to the outputs. May be null.
+        residuals: Input<Elements>,
+        /// (M, N).
+        output: Output<Elements>,
+        // ---- sizes ----
+        /// From 1 to LINEAR_ROWS.
+        rows: i32,
+        /// K, the columns of the inputs.
+        width: i32,
+        /// N, the outputs of a row.
+        outputs: i32,
+        /// The warps that share the columns of a product: 1, 2, 4 or 8.
+        product_warps: i32,
+        // ---- options ----
+        /// Whether rows of inputs and weights begin and end at multiples of 16 bytes.
+        is_aligned: i32,
+        /// One of the constants in activations.cuh, or LINEAR_NO_ACTIVATION.
+        activation: i32,
     }
 
-    /// Returns the dimensions, which the kernel supports.
+    /// The warps of a block.
+    const LINEAR_WARPS: usize = 8;
+    /// The activation of outputs that have none.
+    const LINEAR_NO_ACTIVATION: i32 = -1;
+}
+
+// SAFETY: the calls of this module check shapes, and take addresses from the operands of the launch.
+unsafe impl KernelArguments for LinearRowsArguments {}
+
+impl RowsCall for LinearRowsCall {
+    type Arguments = LinearRowsArguments;
+    type Shape = LinearShape;
+
+    const OPERATION: &'static str = "linear_rows";
+    const SOURCE: &'static str = "linear_rows.cu";
+
+    fn elements(&self) -> &Tensor {
+        &self.xs
+    }
+
     fn shape(&self) -> std::result::Result<LinearShape, Unsupported> {
         let element = Element::of(self.xs.dtype())?;
         let unsupported = |what: &str, tensor: &Tensor| {
@@ -129,13 +138,11 @@ impl LinearRowsCall {
         Ok(LinearShape { rows, width, outputs, pairs, element })
     }
 
-    /// Returns the dimensions of tensors that fit together.
-    fn checked_shape(&self) -> Result<LinearShape> {
-        let shape = self.shape()?;
+    fn check(&self, shape: LinearShape) -> Result<()> {
         let LinearShape { rows, width, outputs, .. } = shape;
         let check = |name: &str, tensor: &Tensor, dims: &[usize]| {
-            check_tensor(OP, name, tensor, dims, self.xs.dtype())?;
-            check_contiguous(OP, name, tensor)
+            self.check_tensor(name, tensor, dims, self.xs.dtype())?;
+            self.check_contiguous(name, tensor)
         };
         check("the input", &self.xs, &[rows, width])?;
         check("the weight", &self.linear.weight, &[outputs, width])?;
@@ -151,7 +158,25 @@ impl LinearRowsCall {
         if let Some(residual) = &self.residual {
             check("the residual", residual, &[rows, outputs])?;
         }
-        Ok(shape)
+        Ok(())
+    }
+
+    fn constants(shape: LinearShape) -> Vec<Define> {
+        constants(shape.program_rows())
+    }
+}
+
+impl LinearRowsCall {
+    /// The largest number of rows. With more, a product of cuBLAS, on tensor cores, is the better choice.
+    pub const MAX_ROWS: usize = ROWS[ROWS.len() - 1];
+
+    /// Checks that the kernel runs the call, and loads the program, which is compiled in the first call. No tensor is
+    /// read.
+    ///
+    /// # Errors
+    /// If it does not: the sentence says why.
+    pub fn plan(&self) -> std::result::Result<(), Unsupported> {
+        outline::plan(self)
     }
 
     /// Computes the output, (M, N), contiguous, in the dtype of the inputs.
@@ -159,52 +184,46 @@ impl LinearRowsCall {
     /// # Errors
     /// If the call does not fit together, the kernel does not run it, or it does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        let shape = self.checked_shape()?;
-        let device = KernelDevice::of(self.xs.device())?;
-        let program = device.load(&program(shape.element, shape.program_rows()))?;
-        let mut output = device.uninitialized(self.xs.dtype(), shape.rows * shape.outputs)?;
-        {
-            let readings = Readings::new(self);
-            let mut operands = Operands::new(&device);
-            let mut arguments = self.arguments(shape, &readings, &mut operands)?;
-            arguments.output = operands.write("output", &mut output)?;
-            let grid = Grid::linear(shape.pairs.div_ceil(WARPS / shape.product_warps()));
-            operands.launch(&program, &Launch::new(kernel(shape.program_rows()), grid), &arguments)?;
-        }
+        let run = Run::start(self)?;
+        let shape = run.shape;
+        let mut output = run.elements(shape.rows * shape.outputs)?;
+
+        let locks = TensorLocks::default();
+        let mut operands = run.operands(&locks);
+        let mut arguments = self.arguments(shape, &mut operands)?;
+        arguments.output = operands.output("output", &mut output)?;
+        let grid = Grid::linear(shape.pairs.div_ceil(LINEAR_WARPS / shape.product_warps()));
+        run.launch(&operands, &Launch::new(kernel(shape.program_rows()), grid), &arguments)?;
+        operands.finish();
         Ok(output.into_storage())
     }
 
-    fn arguments<'a>(
-        &self,
-        shape: LinearShape,
-        readings: &'a Readings,
-        operands: &mut Operands<'a>,
-    ) -> Result<LinearRowsArguments> {
-        let inputs = operands.read("inputs", &readings.xs)?;
-        let weights = operands.read("weights", &readings.weight)?;
-        let up_weights = operands.read_optional("up_weights", readings.up_weight.as_ref())?;
+    fn arguments<'t>(&'t self, shape: LinearShape, operands: &mut Operands<'_, 't>) -> Result<LinearRowsArguments> {
+        let up = self.up.as_ref();
+        let inputs = operands.input("inputs", &self.xs)?;
+        let weights = operands.input("weights", &self.linear.weight)?;
+        let up_weights = operands.optional_input("up_weights", up.map(|up| &up.weight))?;
         let row_bytes = (shape.width * shape.element.bytes()) as u64;
-        let is_aligned = [inputs, weights, up_weights, row_bytes].iter().all(|n| n % LOAD_BYTES as u64 == 0);
+        let is_aligned = [inputs.address(), weights.address(), up_weights.address(), row_bytes]
+            .iter()
+            .all(|bytes| bytes.is_multiple_of(LOAD_BYTES as u64));
         Ok(LinearRowsArguments {
             inputs,
             weights,
-            biases: operands.read_optional("biases", readings.bias.as_ref())?,
+            biases: operands.optional_input("biases", self.linear.bias.as_ref())?,
             up_weights,
-            up_biases: operands.read_optional("up_biases", readings.up_bias.as_ref())?,
-            residuals: operands.read_optional("residuals", readings.residual.as_ref())?,
+            up_biases: operands.optional_input("up_biases", up.and_then(|up| up.bias.as_ref()))?,
+            residuals: operands.optional_input("residuals", self.residual.as_ref())?,
             rows: shape.rows as i32,
             width: shape.width as i32,
             outputs: shape.outputs as i32,
             product_warps: shape.product_warps() as i32,
             is_aligned: is_aligned.into(),
-            activation: self.activation.map_or(NO_ACTIVATION, Activation::code),
+            activation: self.activation.map_or(LINEAR_NO_ACTIVATION, Activation::code),
             ..LinearRowsArguments::default()
         })
     }
 }
-
-/// The activation of outputs that have none: LINEAR_NO_ACTIVATION in the source.
-const NO_ACTIVATION: i32 = -1;
 
 impl LinearShape {
     /// Returns the number of rows that the program is compiled for.
@@ -217,45 +236,21 @@ impl LinearShape {
     fn product_warps(self) -> usize {
         let lanes = (self.width * self.element.bytes()).div_ceil(LOAD_BYTES);
         let mut warps = 1;
-        while warps < WARPS && self.pairs * warps < ENOUGH_WARPS && 2 * warps * 32 <= lanes {
+        while warps < LINEAR_WARPS && self.pairs * warps < ENOUGH_WARPS && 2 * warps * 32 <= lanes {
             warps *= 2;
         }
         warps
     }
 }
 
-/// The tensors of a call while a launch reads them.
-struct Readings<'t> {
-    xs: Reading<'t>,
-    weight: Reading<'t>,
-    bias: Option<Reading<'t>>,
-    up_weight: Option<Reading<'t>>,
-    up_bias: Option<Reading<'t>>,
-    residual: Option<Reading<'t>>,
+/// Returns the constants of the program for at most `rows` rows.
+fn constants(rows: usize) -> Vec<Define> {
+    vec![Define { name: "LINEAR_ROWS", value: rows as i64 }]
 }
 
-impl<'t> Readings<'t> {
-    fn new(call: &'t LinearRowsCall) -> Self {
-        let up = call.up.as_ref();
-        Self {
-            xs: Reading::new(&call.xs),
-            weight: Reading::new(&call.linear.weight),
-            bias: call.linear.bias.as_ref().map(Reading::new),
-            up_weight: up.map(|up| Reading::new(&up.weight)),
-            up_bias: up.and_then(|up| up.bias.as_ref()).map(Reading::new),
-            residual: call.residual.as_ref().map(Reading::new),
-        }
-    }
-}
-
-/// Returns the program for at most `rows` rows.
-fn program(element: Element, rows: usize) -> Program {
-    Program { root: ROOT, defines: vec![element.define(), Define { name: "LINEAR_ROWS", value: rows as i64 }] }
-}
-
-/// Returns the kernel of the program for at most `rows` rows. The shared memory is LINEAR_SHARED in the source.
+/// Returns the kernel of the program for at most `rows` rows. Each warp stores two sums of each row.
 fn kernel(rows: usize) -> KernelShape {
-    KernelShape { name: "linear_rows", threads: WARPS * 32, shared_bytes: WARPS * 2 * rows * 4 }
+    KernelShape { name: "linear_rows", threads: LINEAR_WARPS * 32, shared_bytes: LINEAR_WARPS * 2 * rows * 4 }
 }
 
 /// Returns the programs of all element types and numbers of rows.
@@ -265,7 +260,8 @@ pub(super) fn entries() -> Vec<CatalogueEntry> {
         for rows in ROWS {
             let name = format!("linear rows {}, {rows}", element.name());
             let is_quick = rows == 1 || rows == LinearRowsCall::MAX_ROWS;
-            entries.push(CatalogueEntry::new(&program(element, rows), name, is_quick, vec![kernel(rows)]));
+            let program = outline::program::<LinearRowsCall>(element, constants(rows));
+            entries.push(CatalogueEntry::new(&program, name, is_quick, vec![kernel(rows)]));
         }
     }
     entries
@@ -274,35 +270,6 @@ pub(super) fn entries() -> Vec<CatalogueEntry> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source_sizes::{assert_same_layout, source_sizes};
-
-    #[test]
-    fn linear_rows_arguments_match_the_source() {
-        for rows in ROWS {
-            let sizes = source_sizes(&program(Element::F32, rows));
-            assert_same_layout!(
-                sizes,
-                LinearRowsArguments,
-                [
-                    inputs,
-                    weights,
-                    biases,
-                    up_weights,
-                    up_biases,
-                    residuals,
-                    output,
-                    rows,
-                    width,
-                    outputs,
-                    product_warps,
-                    is_aligned,
-                    activation
-                ]
-            );
-            assert_eq!(sizes["LINEAR_WARPS"], WARPS);
-            assert_eq!(sizes["LINEAR_SHARED"], kernel(rows).shared_bytes);
-        }
-    }
 
     #[test]
     fn linear_rows_divide_columns_until_warps_occupy_a_device() {

@@ -1,5 +1,5 @@
 //! Kernels that compute rows: the short convolution, the gates of linear attention, norms, norms with gates, gates,
-//! rotations of heads, linear layers of few rows, and codes of 8 bits.
+//! rotations of heads, linear layers of few rows, and codes of 8 bits. All have the outline in `outline.rs`.
 
 mod activation;
 mod convolution;
@@ -8,6 +8,7 @@ mod gate;
 mod gated_norm;
 mod linear;
 mod norm;
+mod outline;
 mod quantize_rows;
 mod rotation;
 
@@ -21,13 +22,10 @@ pub use norm::{NormCall, NormGradients, NormParameterGradients};
 pub use quantize_rows::{QuantizeRowsCall, RowCodes};
 pub use rotation::{AngleRows, RotationCall};
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::Tensor;
 
-use crate::arguments::RowStrides;
 use crate::catalogue::CatalogueEntry;
-use crate::device::Reading;
-use crate::element::Element;
-use crate::program::{KernelShape, Program};
+use crate::kernel_pointers::RowStrides;
 use crate::unsupported::Unsupported;
 
 /// Returns the programs that devices run for the usual sizes.
@@ -43,21 +41,6 @@ pub(crate) fn entries() -> Vec<CatalogueEntry> {
         linear::entries(),
     ];
     all.concat()
-}
-
-/// Checks the shape, the dtype and the last stride of a tensor.
-fn check_tensor(op: &str, name: &str, tensor: &Tensor, dims: &[usize], dtype: DType) -> Result<()> {
-    let has_rows = dims.last() == Some(&1) || tensor.stride().last() == Some(&1);
-    if tensor.dims() == dims && tensor.dtype() == dtype && has_rows {
-        return Ok(());
-    }
-    bail!(
-        "[{op}] {name} has the shape {:?}, the strides {:?} and the dtype {:?}, expected {dims:?} of {dtype:?} with \
-         contiguous rows",
-        tensor.dims(),
-        tensor.stride(),
-        tensor.dtype()
-    )
 }
 
 /// The dimensions of rows (B, T, H, D).
@@ -107,30 +90,7 @@ impl RowsShape {
 }
 
 /// Returns the strides of a tensor (B, T, H, D).
-fn row_strides(reading: &Reading) -> RowStrides {
-    let strides = reading.strides();
+fn row_strides(tensor: &Tensor) -> RowStrides {
+    let strides = tensor.stride();
     RowStrides { sequence: strides[0] as i64, head: strides[2] as i64, row: strides[1] as i64 }
-}
-
-/// Returns the program of an element type that needs no other constant.
-fn program_of(root: &'static str, element: Element) -> Program {
-    Program { root, defines: vec![element.define()] }
-}
-
-/// Returns the programs of [`program_of`] for all element types.
-fn entries_of(root: &'static str, name: &str, kernels: &[KernelShape]) -> Vec<CatalogueEntry> {
-    let mut entries = Vec::new();
-    for element in Element::ALL {
-        let own_name = format!("{name} {}", element.name());
-        entries.push(CatalogueEntry::new(&program_of(root, element), own_name, true, kernels.to_vec()));
-    }
-    entries
-}
-
-/// Checks that a tensor that a kernel reads without strides is contiguous.
-fn check_contiguous(op: &str, name: &str, tensor: &Tensor) -> Result<()> {
-    if tensor.is_contiguous() {
-        return Ok(());
-    }
-    bail!("[{op}] {name} has the strides {:?}, expected contiguous ones", tensor.stride())
 }

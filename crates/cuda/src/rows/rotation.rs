@@ -2,23 +2,16 @@
 
 use candle_core::{DType, Result, Storage, Tensor, bail};
 
-use super::{check_contiguous, check_tensor, entries_of, program_of, row_strides};
-use crate::arguments::{Address, RowStrides};
+use super::outline::{self, RowsCall, Run};
+use super::row_strides;
 use crate::catalogue::CatalogueEntry;
-use crate::device::{Grid, KernelArguments, KernelDevice, Launch, Operands, Reading};
-use crate::element::Element;
+use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
+use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
+use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
 
-const OP: &str = "rotation";
-
-/// The file of the kernels.
-const ROOT: &str = "rotation.cu";
-
-/// The threads of a block: ROTATION_THREADS in the source.
-const THREADS: usize = 256;
-
-const KERNEL: KernelShape = KernelShape { name: "rotate_heads", threads: THREADS, shared_bytes: 0 };
+const KERNEL: KernelShape = KernelShape { name: "rotate_heads", threads: ROTATION_THREADS, shared_bytes: 0 };
 
 /// A rotation of the first `2 · pairs` columns of each head, by the angles of its token. The gradient of the input is
 /// the gradient of the output, rotated by the opposite angles.
@@ -48,35 +41,113 @@ pub enum AngleRows {
     Each(Tensor),
 }
 
-/// The argument of the kernel. The source documents the fields.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-struct RotationArguments {
-    inputs: Address,
-    output: Address,
-    cosines: Address,
-    sines: Address,
-    angle_rows: Address,
-
-    input_strides: RowStrides,
-    angle_rows_stride: i64,
-
-    entries: i32,
-    tokens: i32,
-    heads: i32,
-    width: i32,
-    pairs: i32,
-    angle_row_count: i32,
-
-    first_angle_row: i32,
-    interleaved: i32,
-    inverse: i32,
-    reserved: i32,
+/// The dimensions of a call.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RotationShape {
+    b: usize,
+    t: usize,
+    h: usize,
+    d: usize,
+    /// The rows of the tables of angles.
+    angle_rows: usize,
+    pairs: usize,
 }
 
-// SAFETY: the struct has the fields of the source in the same order, and no padding; the calls of this module check
-// shapes, and take addresses from the operands of the launch.
+kernel_struct! {
+    /// The only argument of the kernel that rotates heads (rotary position embeddings).
+    ///
+    /// B is `entries`, T is `tokens`, H is `heads` and D is `width`. A pointer that a call does not need is null.
+    pub(super) struct RotationArguments {
+        // ---- tensors ----
+        /// (B, T, H, D), elements.
+        inputs: Input<Elements>,
+        /// (B, T, H, D), elements, contiguous.
+        output: Output<Elements>,
+        /// (angle_row_count, pairs).
+        cosines: Input<f32>,
+        /// (angle_row_count, pairs).
+        sines: Input<f32>,
+        /// (T), or (B, T): the row of the angles of a token. Null: first_angle_row and those after it.
+        angle_rows: Input<i32>,
+        // ---- strides, in elements ----
+        /// The strides of `inputs`.
+        input_strides: RowStrides,
+        /// From sequence to sequence: T, or 0 if all have the same rows.
+        angle_rows_stride: i64,
+        // ---- sizes ----
+        /// B, the entries of the batch.
+        entries: i32,
+        /// T, the tokens of an entry.
+        tokens: i32,
+        /// H, the heads.
+        heads: i32,
+        /// D, the columns of a row.
+        width: i32,
+        /// The columns that are rotated, divided by 2.
+        pairs: i32,
+        /// The rows of `cosines` and of `sines`.
+        angle_row_count: i32,
+        // ---- options ----
+        /// The row of the angles of the first token, without `angle_rows`.
+        first_angle_row: i32,
+        /// 1: a pair are two neighbouring columns; 0: column n and column n + pairs.
+        interleaved: i32,
+        /// 1: rotates by the opposite angles.
+        inverse: i32,
+        /// 0: makes the size a multiple of 8 bytes.
+        reserved: i32,
+    }
+
+    /// The threads of a block.
+    const ROTATION_THREADS: usize = 256;
+}
+
+// SAFETY: the calls of this module check shapes, and take addresses from the operands of the launch.
 unsafe impl KernelArguments for RotationArguments {}
+
+impl RowsCall for RotationCall {
+    type Arguments = RotationArguments;
+    type Shape = RotationShape;
+
+    const OPERATION: &'static str = "rotation";
+    const SOURCE: &'static str = "rotation.cu";
+
+    fn elements(&self) -> &Tensor {
+        &self.xs
+    }
+
+    fn shape(&self) -> std::result::Result<RotationShape, Unsupported> {
+        let fits = |count: &usize| (1..1 << 30).contains(count);
+        match (self.xs.dims(), self.cosines.dims()) {
+            (&[b, t, h, d], &[angle_rows, pairs]) if [b, t, h, d, angle_rows, pairs].iter().all(fits) => {
+                let shape = RotationShape { b, t, h, d, angle_rows, pairs };
+                launch(shape).check()?;
+                Ok(shape)
+            }
+            (dims, angles) => {
+                Err(Unsupported::new(format!("heads of the shape {dims:?} are not rotated by angles of {angles:?}")))
+            }
+        }
+    }
+
+    fn check(&self, shape: RotationShape) -> Result<()> {
+        let RotationShape { b, t, h, d, angle_rows, pairs } = shape;
+        self.check_tensor("the input", &self.xs, &[b, t, h, d], self.xs.dtype())?;
+        for (name, table) in [("cosines", &self.cosines), ("sines", &self.sines)] {
+            self.check_tensor(name, table, &[angle_rows, pairs], DType::F32)?;
+            self.check_contiguous(name, table)?;
+        }
+        if let AngleRows::Each(rows) = &self.angle_rows {
+            let count = if is_shared(rows, t) { t } else { b * t };
+            self.check_tensor("angle_rows", rows, &[count], DType::I32)?;
+        }
+        if 2 * pairs > d {
+            let operation = Self::OPERATION;
+            bail!("[{operation}] the angles have {pairs} pairs of columns, expected at most those of {d} columns")
+        }
+        Ok(())
+    }
+}
 
 impl RotationCall {
     /// Checks that the kernel runs the call, and loads the program, which is compiled in the first call. No tensor is
@@ -85,27 +156,7 @@ impl RotationCall {
     /// # Errors
     /// If it does not: the sentence says why.
     pub fn plan(&self) -> std::result::Result<(), Unsupported> {
-        self.check()?;
-        KernelDevice::of(self.xs.device())?.prepare(&program_of(ROOT, Element::of(self.xs.dtype())?))
-    }
-
-    fn check(&self) -> std::result::Result<(), Unsupported> {
-        KernelDevice::of(self.xs.device())?;
-        Element::of(self.xs.dtype())?;
-        let fits = |count: &usize| (1..1 << 30).contains(count);
-        if self.xs.rank() != 4 || !self.xs.dims().iter().chain(self.cosines.dims()).all(fits) {
-            return Err(Unsupported::new(format!("heads of the shape {:?} are not rotated", self.xs.dims())));
-        }
-        self.launch().check()
-    }
-
-    /// Returns the launch, with a thread for each pair of columns and for each column after all pairs.
-    fn launch(&self) -> Launch {
-        let Some((&width, heads)) = self.xs.dims().split_last() else { return Launch::new(KERNEL, Grid::linear(0)) };
-        let pairs = self.cosines.dims().last().copied().unwrap_or(0);
-        let heads = heads.iter().fold(1usize, |heads, &size| heads.saturating_mul(size));
-        let threads = heads.saturating_mul(width.saturating_sub(pairs));
-        Launch::new(KERNEL, Grid::linear(threads.div_ceil(THREADS)))
+        outline::plan(self)
     }
 
     /// Computes the rotated heads, (B, T, H, D), contiguous, in the dtype of the input.
@@ -113,110 +164,59 @@ impl RotationCall {
     /// # Errors
     /// If the call does not fit together, the kernel does not run it, or it does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        self.check()?;
-        let (b, t, h, d) = self.xs.dims4()?;
-        let (rows, pairs) = self.cosines.dims2()?;
-        check_tensor(OP, "the input", &self.xs, &[b, t, h, d], self.xs.dtype())?;
-        for (name, table) in [("cosines", &self.cosines), ("sines", &self.sines)] {
-            check_tensor(OP, name, table, &[rows, pairs], DType::F32)?;
-            check_contiguous(OP, name, table)?;
-        }
-        if 2 * pairs > d {
-            bail!("[{OP}] the angles have {pairs} pairs of columns, expected at most those of {d} columns")
-        }
-        let device = KernelDevice::of(self.xs.device())?;
-        let program = device.load(&program_of(ROOT, Element::of(self.xs.dtype())?))?;
-        let mut output = device.uninitialized(self.xs.dtype(), b * t * h * d)?;
-        {
-            let inputs = Reading::new(&self.xs);
-            let cosines = Reading::new(&self.cosines);
-            let sines = Reading::new(&self.sines);
-            let list = match &self.angle_rows {
-                AngleRows::From(_) => None,
-                AngleRows::Each(list) => Some(RowList::new(list, b, t)?),
-            };
-            let mut operands = Operands::new(&device);
-            let mut arguments = RotationArguments {
-                inputs: operands.read("inputs", &inputs)?,
-                output: operands.write("output", &mut output)?,
-                cosines: operands.read("cosines", &cosines)?,
-                sines: operands.read("sines", &sines)?,
-                input_strides: row_strides(&inputs),
-                entries: b as i32,
-                tokens: t as i32,
-                heads: h as i32,
-                width: d as i32,
-                pairs: pairs as i32,
-                angle_row_count: rows as i32,
-                interleaved: i32::from(self.interleaved),
-                inverse: i32::from(self.inverse),
-                ..RotationArguments::default()
-            };
-            if let AngleRows::From(first) = self.angle_rows {
-                arguments.first_angle_row = first as i32;
-            }
-            if let Some(list) = &list {
-                arguments.angle_rows = operands.read("angle_rows", &list.rows)?;
-                arguments.angle_rows_stride = list.sequence_stride;
-            }
-            operands.launch(&program, &self.launch(), &arguments)?;
-        }
+        let run = Run::start(self)?;
+        let RotationShape { b, t, h, d, .. } = run.shape;
+        let mut output = run.elements(b * t * h * d)?;
+
+        let locks = TensorLocks::default();
+        let mut operands = run.operands(&locks);
+        let mut arguments = self.arguments(run.shape, &mut operands)?;
+        arguments.output = operands.output("output", &mut output)?;
+        run.launch(&operands, &launch(run.shape), &arguments)?;
+        operands.finish();
         Ok(output.into_storage())
     }
-}
 
-/// The rows of [`AngleRows::Each`] while a launch reads them.
-struct RowList<'t> {
-    rows: Reading<'t>,
-    /// The distance from the rows of a sequence to those of the next one; 0 if all sequences have the same rows.
-    sequence_stride: i64,
-}
-
-impl<'t> RowList<'t> {
-    /// Checks the rows of B sequences of T tokens.
-    fn new(rows: &'t Tensor, b: usize, t: usize) -> Result<Self> {
-        let is_shared = rows.elem_count() == t;
-        check_tensor(OP, "angle_rows", rows, &[if is_shared { t } else { b * t }], DType::I32)?;
-        Ok(Self { rows: Reading::new(rows), sequence_stride: if is_shared { 0 } else { t as i64 } })
+    fn arguments<'t>(&'t self, shape: RotationShape, operands: &mut Operands<'_, 't>) -> Result<RotationArguments> {
+        let mut arguments = RotationArguments {
+            inputs: operands.input("inputs", &self.xs)?,
+            cosines: operands.input("cosines", &self.cosines)?,
+            sines: operands.input("sines", &self.sines)?,
+            input_strides: row_strides(&self.xs),
+            entries: shape.b as i32,
+            tokens: shape.t as i32,
+            heads: shape.h as i32,
+            width: shape.d as i32,
+            pairs: shape.pairs as i32,
+            angle_row_count: shape.angle_rows as i32,
+            interleaved: i32::from(self.interleaved),
+            inverse: i32::from(self.inverse),
+            ..RotationArguments::default()
+        };
+        match &self.angle_rows {
+            AngleRows::From(first) => arguments.first_angle_row = *first as i32,
+            AngleRows::Each(rows) => {
+                arguments.angle_rows = operands.input("angle_rows", rows)?;
+                arguments.angle_rows_stride = if is_shared(rows, shape.t) { 0 } else { shape.t as i64 };
+            }
+        }
+        Ok(arguments)
     }
+}
+
+/// Returns whether all sequences of T tokens have the same rows of angles.
+fn is_shared(rows: &Tensor, t: usize) -> bool {
+    rows.elem_count() == t
+}
+
+/// Returns the launch, with a thread for each pair of columns and for each column after all pairs.
+fn launch(shape: RotationShape) -> Launch {
+    let RotationShape { b, t, h, d, pairs, .. } = shape;
+    let threads = b.saturating_mul(t).saturating_mul(h).saturating_mul(d.saturating_sub(pairs));
+    Launch::new(KERNEL, Grid::linear(threads.div_ceil(ROTATION_THREADS)))
 }
 
 /// Returns the programs of all element types.
 pub(super) fn entries() -> Vec<CatalogueEntry> {
-    entries_of(ROOT, "rotation", &[KERNEL])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::source_sizes::{assert_same_layout, source_sizes};
-
-    #[test]
-    fn rotation_arguments_match_the_source() {
-        let sizes = source_sizes(&program_of(ROOT, Element::F32));
-        assert_same_layout!(
-            sizes,
-            RotationArguments,
-            [
-                inputs,
-                output,
-                cosines,
-                sines,
-                angle_rows,
-                input_strides,
-                angle_rows_stride,
-                entries,
-                tokens,
-                heads,
-                width,
-                pairs,
-                angle_row_count,
-                first_angle_row,
-                interleaved,
-                inverse,
-                reserved
-            ]
-        );
-        assert_eq!(sizes["ROTATION_THREADS"], THREADS);
-    }
+    outline::entries_of::<RotationCall>("rotation", &[KERNEL])
 }

@@ -1,6 +1,6 @@
 //! Tiles of the backward kernels.
 
-use super::{ROOT, SMALL_BLOCK_THREADS, SMALL_BLOCK_WARPS, Width, no_tile};
+use super::{SMALL_BLOCK_THREADS, SMALL_BLOCK_WARPS, Width, no_tile};
 use crate::element::Element;
 use crate::program::{Define, KernelShape, Program};
 use crate::specialization::Specialization;
@@ -266,7 +266,7 @@ impl BackwardTile {
                 define("QUERY_KEYS", tile.keys),
             ]),
         }
-        Program { root: ROOT, defines }
+        super::program(defines)
     }
 }
 

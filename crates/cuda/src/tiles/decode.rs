@@ -1,6 +1,6 @@
 //! Tiles of the decode kernel.
 
-use super::{ROOT, SMALL_BLOCK_THREADS, SMALL_BLOCK_WARPS, no_tile};
+use super::{SMALL_BLOCK_THREADS, SMALL_BLOCK_WARPS, no_tile};
 use crate::program::{Define, KernelShape, Program};
 use crate::specialization::Specialization;
 use crate::unsupported::Unsupported;
@@ -101,6 +101,6 @@ impl DecodeTile {
             define("DECODE_KEYS", self.keys),
             define("DECODE_STAGES", self.stages),
         ]);
-        Program { root: ROOT, defines }
+        super::program(defines)
     }
 }

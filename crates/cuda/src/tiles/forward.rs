@@ -1,6 +1,6 @@
 //! Tiles of the forward kernel.
 
-use super::{ROOT, Width, no_tile};
+use super::{Width, no_tile};
 use crate::element::Element;
 use crate::program::{Define, KernelShape, Program};
 use crate::specialization::Specialization;
@@ -146,6 +146,6 @@ impl ForwardTile {
             define("FORWARD_STAGES", self.stages),
             define("FORWARD_QUERIES_IN_REGISTERS", self.queries_in_registers.into()),
         ]);
-        Program { root: ROOT, defines }
+        super::program(defines)
     }
 }

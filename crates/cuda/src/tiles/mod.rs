@@ -13,11 +13,11 @@ pub(crate) use decode::DecodeTile;
 pub(crate) use forward::{ForwardLength, ForwardTile};
 pub(crate) use rows::programs_of_every_row;
 
+use crate::arguments::AttentionArguments;
+use crate::kernel_struct::KernelStruct;
+use crate::program::{Define, Program};
 use crate::specialization::Specialization;
 use crate::unsupported::Unsupported;
-
-/// The file that includes all attention kernels.
-const ROOT: &str = "attention.cu";
 
 /// The threads of the kernels without products.
 pub(crate) const SMALL_BLOCK_THREADS: usize = 128;
@@ -62,6 +62,11 @@ impl Width {
             _ => Self::Wide,
         }
     }
+}
+
+/// Returns the program of attention kernels with some constants.
+fn program(defines: Vec<Define>) -> Program {
+    Program { root: "attention.cu", arguments: AttentionArguments::DEFINITION, defines }
 }
 
 /// Returns why no tile of a kernel fits a device.

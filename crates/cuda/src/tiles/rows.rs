@@ -67,7 +67,7 @@ fn joined(kernel_set: i64, programs: &[Program]) -> Program {
             defines.push(*define);
         }
     }
-    Program { root: super::ROOT, defines }
+    super::program(defines)
 }
 
 impl ForwardTile {

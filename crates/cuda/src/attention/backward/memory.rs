@@ -90,20 +90,20 @@ impl BackwardMemory {
     pub fn set_arguments<'a>(
         &'a mut self,
         plan: &BackwardPlan,
-        operands: &mut Operands<'a>,
+        operands: &mut Operands<'a, '_>,
         arguments: &mut AttentionArguments,
     ) -> Result<()> {
-        arguments.query_gradient = operands.write("the gradient of q", &mut self.q)?;
-        arguments.key_gradient = operands.write("the gradient of k", &mut self.k)?;
-        arguments.value_gradient = operands.write("the gradient of v", &mut self.v)?;
+        arguments.query_gradient = operands.output("the gradient of q", &mut self.q)?;
+        arguments.key_gradient = operands.output("the gradient of k", &mut self.k)?;
+        arguments.value_gradient = operands.output("the gradient of v", &mut self.v)?;
         plan.set_gradient_strides(arguments);
 
-        arguments.score_gradient = operands.write_optional("the gradients of scores", self.scores.as_mut())?;
-        arguments.bias_gradient = operands.write_optional("the gradient of the bias", self.bias.as_mut())?;
-        arguments.sink_gradient = operands.write_optional("the gradient of sinks", self.sinks.as_mut())?;
-        arguments.slope_gradient = operands.write_optional("the gradient of slopes", self.slopes.as_mut())?;
+        arguments.score_gradient = operands.optional_output("the gradients of scores", self.scores.as_mut())?;
+        arguments.bias_gradient = operands.optional_output("the gradient of the bias", self.bias.as_mut())?;
+        arguments.sink_gradient = operands.optional_output("the gradient of sinks", self.sinks.as_mut())?;
+        arguments.slope_gradient = operands.optional_output("the gradient of slopes", self.slopes.as_mut())?;
         arguments.relative_bias_gradient =
-            operands.write_optional("the gradient of the relative bias", self.relative_bias.as_mut())?;
+            operands.optional_output("the gradient of the relative bias", self.relative_bias.as_mut())?;
         if let Some(bias) = plan.bias {
             arguments.bias_sequences = bias.batch as i32;
             arguments.bias_heads = bias.heads as i32;
@@ -111,16 +111,16 @@ impl BackwardMemory {
             arguments.bias_keys = bias.keys as i32;
         }
 
-        arguments.delta = operands.write("delta", &mut self.delta)?;
-        arguments.query_intervals = operands.write("the intervals of queries", &mut self.query_intervals)?;
-        arguments.tile_intervals = operands.write("the intervals of tiles", &mut self.tile_intervals)?;
+        arguments.delta = operands.output("delta", &mut self.delta)?;
+        arguments.query_intervals = operands.output("the intervals of queries", &mut self.query_intervals)?;
+        arguments.tile_intervals = operands.output("the intervals of tiles", &mut self.tile_intervals)?;
         arguments.query_gradient_sums =
-            operands.write_optional("the sums of the gradient of q", self.query_sums.as_mut())?;
-        arguments.query_gradient_turns = operands.write_optional("turns", self.query_turns.as_mut())?;
+            operands.optional_output("the sums of the gradient of q", self.query_sums.as_mut())?;
+        arguments.query_gradient_turns = operands.optional_output("turns", self.query_turns.as_mut())?;
         arguments.slope_gradient_parts =
-            operands.write_optional("the parts of the gradient of slopes", self.slope_parts.as_mut())?;
+            operands.optional_output("the parts of the gradient of slopes", self.slope_parts.as_mut())?;
         arguments.relative_bias_parts = operands
-            .write_optional("the parts of the gradient of the relative bias", self.relative_bias_parts.as_mut())?;
+            .optional_output("the parts of the gradient of the relative bias", self.relative_bias_parts.as_mut())?;
         arguments.query_tiles = plan.query_tiles() as i32;
         arguments.key_blocks = plan.key_blocks() as i32;
         Ok(())

@@ -5,13 +5,13 @@ mod memory;
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use super::arguments::{alignment, layout_strides, row_strides};
 use super::call::{AttentionCall, BackwardInputs, Gradients, OutputLayout, RequestedGradients};
 use super::forward::{output_shape, output_strides};
-use super::readings::{Readings, alignment, layout_strides, row_strides};
 use super::sizes::Sizes;
 use crate::arguments::AttentionArguments;
 use crate::capability::Limits;
-use crate::device::{Buffer, KernelDevice, Operands, Reading};
+use crate::device::{Buffer, KernelDevice, Operands, TensorLocks};
 use crate::program::Program;
 use crate::specialization::Specialization;
 use crate::tiles::BackwardTile;
@@ -108,20 +108,16 @@ impl AttentionCall {
         let plan = BackwardPlan { most_part_bytes, ..plan };
         let mut memory = BackwardMemory::new(&device, &plan)?;
 
-        let readings = Readings::new(self);
-        let output = Reading::new(inputs.output);
-        let statistics = Reading::new(inputs.statistics);
-        let output_gradient = Reading::new(inputs.output_gradient);
-        let log_sum_exp_gradient = inputs.log_sum_exp_gradient.map(Reading::new);
-        let mut operands = Operands::new(&device);
-        let mut arguments = readings.arguments(&mut operands, &sizes)?;
-        arguments.output = operands.read("the output", &output)?;
+        let locks = TensorLocks::default();
+        let mut operands = Operands::new(&device, &locks);
+        let mut arguments = self.arguments(&sizes, &mut operands)?;
+        arguments.output = operands.input("the output", inputs.output)?.into_output();
         arguments.output_strides = output_strides(self.output_layout, &sizes);
-        arguments.row_statistics = operands.read("the statistics of rows", &statistics)?;
-        arguments.output_gradient = operands.read("the gradient of the output", &output_gradient)?;
-        arguments.output_gradient_strides = row_strides(&output_gradient);
+        arguments.row_statistics = operands.input("the statistics of rows", inputs.statistics)?.into_output();
+        arguments.output_gradient = operands.input("the gradient of the output", inputs.output_gradient)?;
+        arguments.output_gradient_strides = row_strides(inputs.output_gradient);
         arguments.log_sum_exp_gradient =
-            operands.read_optional("the gradient of the log-sum-exp", log_sum_exp_gradient.as_ref())?;
+            operands.optional_input("the gradient of the log-sum-exp", inputs.log_sum_exp_gradient)?;
         memory.set_arguments(&plan, &mut operands, &mut arguments)?;
 
         let alignment = alignment(&arguments, self, &sizes);
@@ -148,9 +144,9 @@ impl AttentionCall {
     /// Returns the program of a backward pass, for a gradient of the output with the strides of a new tensor.
     pub(super) fn backward_program(&self, device: &KernelDevice, plan: &BackwardPlan) -> Result<Program> {
         let sizes = &plan.sizes;
-        let readings = Readings::new(self);
-        let mut operands = Operands::new(device);
-        let mut arguments = readings.arguments(&mut operands, sizes)?;
+        let locks = TensorLocks::default();
+        let mut operands = Operands::new(device, &locks);
+        let mut arguments = self.arguments(sizes, &mut operands)?;
         arguments.output_strides = output_strides(self.output_layout, sizes);
         arguments.output_gradient_strides = arguments.output_strides;
         plan.set_gradient_strides(&mut arguments);

@@ -4,48 +4,29 @@ use candle_core::{DType, Result, Tensor};
 
 use super::call::{AttentionCall, DropoutSeed, FirstPosition, OutputLayout};
 use super::sizes::{Sizes, distance_bound};
-use crate::arguments::{AttentionArguments, RowStrides, ScoreStrides};
-use crate::device::{Operands, Reading};
+use crate::arguments::AttentionArguments;
+use crate::device::Operands;
+use crate::kernel_pointers::{RowStrides, ScoreStrides};
 use crate::specialization::{Alignment, BiasElement, ModifierGradients, Specialization};
 
 /// The bytes that a thread copies at once, at multiples of which rows have to begin.
 const COPY_BYTES: i64 = 16;
 
-/// The tensors of a call, locked for reading.
-pub(super) struct Readings<'t> {
-    call: &'t AttentionCall,
-    q: Reading<'t>,
-    k: Reading<'t>,
-    v: Reading<'t>,
-    key_scales: Option<Reading<'t>>,
-    value_scales: Option<Reading<'t>>,
-    bias: Option<Reading<'t>>,
-    boolean_mask: Option<Reading<'t>>,
-    slopes: Option<Reading<'t>>,
-    relative_bias: Option<Reading<'t>>,
-    sinks: Option<Reading<'t>>,
-    dropout_seed: Option<Reading<'t>>,
-    cumulative_queries: Option<Reading<'t>>,
-    cumulative_keys: Option<Reading<'t>>,
-    positions: Option<Reading<'t>>,
-    lengths: Option<Reading<'t>>,
-    starts: Option<Reading<'t>>,
-    prefixes: Option<Reading<'t>>,
-    interval_starts: Option<Reading<'t>>,
-    interval_ends: Option<Reading<'t>>,
-}
-
-/// Locks a tensor, if there is one.
-fn reading(tensor: Option<&Tensor>) -> Option<Reading<'_>> {
-    tensor.map(Reading::new)
-}
-
-impl<'t> Readings<'t> {
-    /// Locks the tensors of a call.
-    pub fn new(call: &'t AttentionCall) -> Self {
-        let AttentionCall { q, k, v, kv_scales, keys, packed, scores, .. } = call;
+impl AttentionCall {
+    /// Returns arguments with everything that does not depend on the pass.
+    ///
+    /// # Errors
+    /// If a tensor is on another device than the queries.
+    pub(super) fn arguments<'t>(
+        &'t self,
+        sizes: &Sizes,
+        operands: &mut Operands<'_, 't>,
+    ) -> Result<AttentionArguments> {
+        let Self { q, k, v, kv_scales, keys, packed, scores, .. } = self;
         let scales = kv_scales.as_ref();
-        let positions = match &keys.first_position {
+        let packed = packed.as_ref();
+        let intervals = keys.intervals.as_ref();
+        let first_positions = match &keys.first_position {
             FirstPosition::Each(positions) => Some(positions),
             FirstPosition::AtEnd | FirstPosition::Same(_) => None,
         };
@@ -53,71 +34,43 @@ impl<'t> Readings<'t> {
             Some(DropoutSeed::OnDevice(seed)) => Some(seed),
             Some(DropoutSeed::Number(_)) | None => None,
         };
-        Self {
-            call,
-            q: Reading::new(q),
-            k: Reading::new(k),
-            v: Reading::new(v),
-            key_scales: reading(scales.map(|scales| &scales.k)),
-            value_scales: reading(scales.map(|scales| &scales.v)),
-            bias: reading(scores.bias.as_ref()),
-            boolean_mask: reading(scores.boolean_mask.as_ref()),
-            slopes: reading(scores.alibi_slopes.as_ref()),
-            relative_bias: reading(scores.relative_bias.as_ref()),
-            sinks: reading(scores.sinks.as_ref()),
-            dropout_seed: reading(seed),
-            cumulative_queries: reading(packed.as_ref().map(|packed| &packed.cu_seqlens_q)),
-            cumulative_keys: reading(packed.as_ref().map(|packed| &packed.cu_seqlens_kv)),
-            positions: reading(positions),
-            lengths: reading(keys.lengths.as_ref()),
-            starts: reading(keys.starts.as_ref()),
-            prefixes: reading(keys.prefixes.as_ref()),
-            interval_starts: reading(keys.intervals.as_ref().map(|intervals| &intervals.starts)),
-            interval_ends: reading(keys.intervals.as_ref().map(|intervals| &intervals.ends)),
-        }
-    }
-
-    /// Returns arguments with everything that does not depend on the pass.
-    ///
-    /// # Errors
-    /// If a tensor is on another device than the queries.
-    pub fn arguments<'a>(&'a self, operands: &mut Operands<'a>, sizes: &Sizes) -> Result<AttentionArguments> {
         let mut arguments = AttentionArguments {
-            queries: operands.read("q", &self.q)?,
-            keys: operands.read("k", &self.k)?,
-            values: operands.read("v", &self.v)?,
-            key_scales: operands.read_optional("the scales of k", self.key_scales.as_ref())?,
-            value_scales: operands.read_optional("the scales of v", self.value_scales.as_ref())?,
-            bias: operands.read_optional("the bias", self.bias.as_ref())?,
-            boolean_mask: operands.read_optional("the boolean mask", self.boolean_mask.as_ref())?,
-            alibi_slopes: operands.read_optional("alibi_slopes", self.slopes.as_ref())?,
-            relative_bias: operands.read_optional("the relative bias", self.relative_bias.as_ref())?,
-            sinks: operands.read_optional("sinks", self.sinks.as_ref())?,
-            dropout_seed: operands.read_optional("the seed of dropout", self.dropout_seed.as_ref())?,
-            cumulative_queries: operands.read_optional("cu_seqlens_q", self.cumulative_queries.as_ref())?,
-            cumulative_keys: operands.read_optional("cu_seqlens_kv", self.cumulative_keys.as_ref())?,
-            offsets: operands.read_optional("the positions of query 0", self.positions.as_ref())?,
-            key_lengths: operands.read_optional("lengths", self.lengths.as_ref())?,
-            key_starts: operands.read_optional("starts", self.starts.as_ref())?,
-            prefix_lengths: operands.read_optional("prefixes", self.prefixes.as_ref())?,
-            first_keys: operands.read_optional("the starts of intervals", self.interval_starts.as_ref())?,
-            end_keys: operands.read_optional("the ends of intervals", self.interval_ends.as_ref())?,
-            query_strides: row_strides(&self.q),
-            key_strides: row_strides(&self.k),
-            value_strides: row_strides(&self.v),
+            queries: operands.input("q", q)?,
+            keys: operands.input("k", k)?,
+            values: operands.input("v", v)?,
+            key_scales: operands.optional_input("the scales of k", scales.map(|scales| &scales.k))?,
+            value_scales: operands.optional_input("the scales of v", scales.map(|scales| &scales.v))?,
+            bias: operands.optional_input("the bias", scores.bias.as_ref())?,
+            boolean_mask: operands.optional_input("the boolean mask", scores.boolean_mask.as_ref())?,
+            alibi_slopes: operands.optional_input("alibi_slopes", scores.alibi_slopes.as_ref())?,
+            relative_bias: operands.optional_input("the relative bias", scores.relative_bias.as_ref())?,
+            sinks: operands.optional_input("sinks", scores.sinks.as_ref())?,
+            dropout_seed: operands.optional_input("the seed of dropout", seed)?,
+            cumulative_queries: operands.optional_input("cu_seqlens_q", packed.map(|packed| &packed.cu_seqlens_q))?,
+            cumulative_keys: operands.optional_input("cu_seqlens_kv", packed.map(|packed| &packed.cu_seqlens_kv))?,
+            offsets: operands.optional_input("the positions of query 0", first_positions)?,
+            key_lengths: operands.optional_input("lengths", keys.lengths.as_ref())?,
+            key_starts: operands.optional_input("starts", keys.starts.as_ref())?,
+            prefix_lengths: operands.optional_input("prefixes", keys.prefixes.as_ref())?,
+            first_keys: operands
+                .optional_input("the starts of intervals", intervals.map(|interval| &interval.starts))?,
+            end_keys: operands.optional_input("the ends of intervals", intervals.map(|interval| &interval.ends))?,
+            query_strides: row_strides(q),
+            key_strides: row_strides(k),
+            value_strides: row_strides(v),
             ..AttentionArguments::default()
         };
-        if let (Some(of_keys), Some(of_values)) = (&self.key_scales, &self.value_scales) {
-            arguments.key_scale_strides = row_strides(of_keys);
-            arguments.value_scale_strides = row_strides(of_values);
+        if let Some(scales) = scales {
+            arguments.key_scale_strides = row_strides(&scales.k);
+            arguments.value_scale_strides = row_strides(&scales.v);
         }
-        if let Some(bias) = &self.bias {
+        if let Some(bias) = &scores.bias {
             arguments.bias_strides = score_strides(bias);
         }
-        if let Some(mask) = &self.boolean_mask {
+        if let Some(mask) = &scores.boolean_mask {
             arguments.boolean_mask_strides = score_strides(mask);
         }
-        if let Some(biases) = &self.relative_bias {
+        if let Some(biases) = &scores.relative_bias {
             let strides = strides_of_used_dims(biases);
             arguments.relative_bias_sequence_stride = strides[0];
             arguments.relative_bias_head_stride = strides[1];
@@ -136,7 +89,7 @@ impl<'t> Readings<'t> {
         arguments.query_count = sizes.queries as i32;
         arguments.key_count = sizes.keys as i32;
 
-        let AttentionCall { keys, scores, .. } = self.call;
+        let Self { keys, scores, .. } = self;
         if let FirstPosition::Same(position) = keys.first_position {
             arguments.has_offset = 1;
             arguments.offset = position;
@@ -201,20 +154,20 @@ pub(super) fn alignment(arguments: &AttentionArguments, call: &AttentionCall, si
     let bytes = sizes.element.bytes() as i64;
     let key_bytes = call.k.dtype().size_in_bytes() as i64;
     let rows = [
-        aligned_rows(arguments.queries, arguments.query_strides, bytes),
-        aligned_rows(arguments.keys, arguments.key_strides, key_bytes),
-        aligned_rows(arguments.values, arguments.value_strides, key_bytes),
-        aligned_rows(arguments.output, arguments.output_strides, bytes),
-        aligned_rows(arguments.output_gradient, arguments.output_gradient_strides, bytes),
-        aligned_rows(arguments.query_gradient, arguments.query_gradient_strides, bytes),
-        aligned_rows(arguments.key_gradient, arguments.key_gradient_strides, bytes),
-        aligned_rows(arguments.value_gradient, arguments.value_gradient_strides, bytes),
+        aligned_rows(arguments.queries.address(), arguments.query_strides, bytes),
+        aligned_rows(arguments.keys.address(), arguments.key_strides, key_bytes),
+        aligned_rows(arguments.values.address(), arguments.value_strides, key_bytes),
+        aligned_rows(arguments.output.address(), arguments.output_strides, bytes),
+        aligned_rows(arguments.output_gradient.address(), arguments.output_gradient_strides, bytes),
+        aligned_rows(arguments.query_gradient.address(), arguments.query_gradient_strides, bytes),
+        aligned_rows(arguments.key_gradient.address(), arguments.key_gradient_strides, bytes),
+        aligned_rows(arguments.value_gradient.address(), arguments.value_gradient_strides, bytes),
     ];
     let bias_bytes = call.scores.bias.as_ref().map_or(0, |bias| bias.dtype().size_in_bytes() as i64);
     Alignment {
         rows: rows.iter().all(|&is_aligned| is_aligned),
-        bias: aligned_scores(arguments.bias, arguments.bias_strides, bias_bytes),
-        boolean_mask: aligned_scores(arguments.boolean_mask, arguments.boolean_mask_strides, 1),
+        bias: aligned_scores(arguments.bias.address(), arguments.bias_strides, bias_bytes),
+        boolean_mask: aligned_scores(arguments.boolean_mask.address(), arguments.boolean_mask_strides, 1),
     }
 }
 
@@ -233,20 +186,20 @@ fn aligned_scores(address: u64, strides: ScoreStrides, bytes: i64) -> bool {
 }
 
 /// Returns the strides of a tensor, with 0 for a dimension of one entry, which is broadcast.
-fn strides_of_used_dims(reading: &Reading) -> Vec<i64> {
-    let dims = reading.dims().iter().zip(reading.strides());
+fn strides_of_used_dims(tensor: &Tensor) -> Vec<i64> {
+    let dims = tensor.dims().iter().zip(tensor.stride());
     dims.map(|(&size, &stride)| if size == 1 { 0 } else { stride as i64 }).collect()
 }
 
 /// Returns the strides of a tensor (B, H, T, D).
-pub(super) fn row_strides(reading: &Reading) -> RowStrides {
-    let strides = strides_of_used_dims(reading);
+pub(super) fn row_strides(tensor: &Tensor) -> RowStrides {
+    let strides = strides_of_used_dims(tensor);
     RowStrides { sequence: strides[0], head: strides[1], row: strides[2] }
 }
 
 /// Returns the strides of a tensor that is broadcast to the scores.
-fn score_strides(reading: &Reading) -> ScoreStrides {
-    let strides = strides_of_used_dims(reading);
+fn score_strides(tensor: &Tensor) -> ScoreStrides {
+    let strides = strides_of_used_dims(tensor);
     ScoreStrides { sequence: strides[0], head: strides[1], query: strides[2], key: strides[3] }
 }
 

@@ -1,0 +1,162 @@
+//! The outline of every call over rows: check, load the program, allocate, launch.
+
+use candle_core::{DType, Tensor, bail};
+
+use crate::catalogue::CatalogueEntry;
+use crate::device::{Buffer, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, TensorLocks};
+use crate::element::Element;
+use crate::kernel_struct::KernelStruct;
+use crate::program::{Define, KernelShape, Program};
+use crate::unsupported::Unsupported;
+
+/// A call of kernels over rows.
+///
+/// An operation is its source in `kernels/`, its argument, which `kernel_struct` declares, the functions of this trait,
+/// and a function for each pass, which allocates its results by a [`Run`], fills the argument and launches.
+pub(super) trait RowsCall {
+    /// The only argument of the kernels.
+    type Arguments: KernelArguments;
+    /// The dimensions of a call.
+    type Shape: Copy;
+
+    /// The operation, for errors.
+    const OPERATION: &'static str;
+    /// The file of the kernels.
+    const SOURCE: &'static str;
+
+    /// Returns the tensor whose device runs the kernels, and in whose dtype they read and write elements.
+    fn elements(&self) -> &Tensor;
+
+    /// Returns the dimensions of the call.
+    ///
+    /// # Errors
+    /// If the kernels do not take them, or there are more blocks than CUDA launches.
+    fn shape(&self) -> Result<Self::Shape, Unsupported>;
+
+    /// Checks that all tensors have these dimensions.
+    ///
+    /// # Errors
+    /// If one does not.
+    fn check(&self, shape: Self::Shape) -> candle_core::Result<()>;
+
+    /// Returns the constants of the program besides the element type.
+    fn constants(_shape: Self::Shape) -> Vec<Define> {
+        Vec::new()
+    }
+
+    /// Checks the shape, the dtype and the last stride of a tensor.
+    ///
+    /// # Errors
+    /// If one differs.
+    fn check_tensor(&self, name: &str, tensor: &Tensor, dims: &[usize], dtype: DType) -> candle_core::Result<()> {
+        let has_rows = dims.last() == Some(&1) || tensor.stride().last() == Some(&1);
+        if tensor.dims() == dims && tensor.dtype() == dtype && has_rows {
+            return Ok(());
+        }
+        bail!(
+            "[{}] {name} has the shape {:?}, the strides {:?} and the dtype {:?}, expected {dims:?} of {dtype:?} with \
+             contiguous rows",
+            Self::OPERATION,
+            tensor.dims(),
+            tensor.stride(),
+            tensor.dtype()
+        )
+    }
+
+    /// Checks that a tensor that a kernel reads without strides is contiguous.
+    ///
+    /// # Errors
+    /// If it is not.
+    fn check_contiguous(&self, name: &str, tensor: &Tensor) -> candle_core::Result<()> {
+        if tensor.is_contiguous() {
+            return Ok(());
+        }
+        bail!("[{}] {name} has the strides {:?}, expected contiguous ones", Self::OPERATION, tensor.stride())
+    }
+}
+
+/// Returns the program of a call's kernels for an element type.
+pub(super) fn program<C: RowsCall>(element: Element, constants: Vec<Define>) -> Program {
+    let mut defines = vec![element.define()];
+    defines.extend(constants);
+    Program { root: C::SOURCE, arguments: <C::Arguments as KernelStruct>::DEFINITION, defines }
+}
+
+/// Returns the programs of kernels without other constants, for all element types.
+pub(super) fn entries_of<C: RowsCall>(name: &str, kernels: &[KernelShape]) -> Vec<CatalogueEntry> {
+    let mut entries = Vec::new();
+    for element in Element::ALL {
+        let program = program::<C>(element, Vec::new());
+        entries.push(CatalogueEntry::new(&program, format!("{name} {}", element.name()), true, kernels.to_vec()));
+    }
+    entries
+}
+
+/// The device and the dimensions of a call, and the program that computes it.
+struct Choice<C: RowsCall> {
+    device: KernelDevice,
+    shape: C::Shape,
+    program: Program,
+}
+
+impl<C: RowsCall> Choice<C> {
+    fn of(call: &C) -> Result<Self, Unsupported> {
+        let device = KernelDevice::of(call.elements().device())?;
+        let element = Element::of(call.elements().dtype())?;
+        let shape = call.shape()?;
+        Ok(Self { device, shape, program: program::<C>(element, C::constants(shape)) })
+    }
+}
+
+/// Checks that kernels run a call, and loads the program, which is compiled in the first call. No tensor is read.
+///
+/// # Errors
+/// If they do not: the sentence says why.
+pub(super) fn plan<C: RowsCall>(call: &C) -> Result<(), Unsupported> {
+    let Choice { device, program, .. } = Choice::of(call)?;
+    device.prepare(&program)
+}
+
+/// A call whose tensors fit together, with its program.
+pub(super) struct Run<C: RowsCall> {
+    pub shape: C::Shape,
+    device: KernelDevice,
+    program: LoadedProgram,
+    dtype: DType,
+}
+
+impl<C: RowsCall> Run<C> {
+    /// Checks a call and loads its program.
+    ///
+    /// # Errors
+    /// If the call does not fit together, no kernel runs it, or one does not compile.
+    pub fn start(call: &C) -> candle_core::Result<Self> {
+        let Choice { device, shape, program } = Choice::of(call)?;
+        call.check(shape)?;
+        let loaded = device.load(&program)?;
+        Ok(Self { shape, device, program: loaded, dtype: call.elements().dtype() })
+    }
+
+    /// Allocates a number of elements, whose values are undefined.
+    pub fn elements(&self, count: usize) -> candle_core::Result<Buffer> {
+        self.device.uninitialized(self.dtype, count)
+    }
+
+    /// Allocates a number of values of another dtype, which are undefined.
+    pub fn allocate(&self, dtype: DType, count: usize) -> candle_core::Result<Buffer> {
+        self.device.uninitialized(dtype, count)
+    }
+
+    /// Returns an empty list of the memory of launches.
+    pub fn operands<'a, 't>(&'a self, locks: &'a TensorLocks<'t>) -> Operands<'a, 't> {
+        Operands::new(&self.device, locks)
+    }
+
+    /// Queues a kernel.
+    ///
+    /// # Errors
+    /// If the launch fails.
+    pub fn launch(&self, operands: &Operands, launch: &Launch, arguments: &C::Arguments) -> candle_core::Result<()> {
+        operands.launch(&self.program, launch, arguments)
+    }
+}
