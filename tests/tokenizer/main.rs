@@ -3,6 +3,7 @@
 mod byte_level;
 #[path = "../common/mod.rs"]
 mod common;
+mod gguf;
 mod properties;
 mod reviewed;
 
