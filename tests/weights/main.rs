@@ -11,6 +11,7 @@ mod norm_names;
 mod one_weight;
 mod pth;
 mod quantized;
+mod quantized_faults;
 mod quantized_files;
 mod reading;
 mod round_trip;

@@ -43,6 +43,8 @@ enum Loads {
     Never,
     /// If the config has the settings of the method.
     WithConfig,
+    /// With or without a config.
+    Always,
 }
 
 const METHODS: &[Method] = &[
@@ -104,7 +106,7 @@ const METHODS: &[Method] = &[
         loads: Loads::Never,
     },
     Method {
-        name: "bitsandbytes, 4 bits",
+        name: "bitsandbytes, 4 bits, with a quant_state that is no JSON",
         parts: &[
             part("weight", Dtype::U8, &[2048, 1]),
             part("weight.absmax", Dtype::F32, &[64]),
@@ -122,7 +124,7 @@ const METHODS: &[Method] = &[
         by_names: "bitsandbytes, 8 bits",
         config: r#"{"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": true}}"#,
         by_config: "bitsandbytes, 8 bits",
-        loads: Loads::Never,
+        loads: Loads::Always,
     },
     Method {
         name: "compressed-tensors, 4 bits",
@@ -175,7 +177,7 @@ const METHODS: &[Method] = &[
         by_names: "NVFP4",
         config: r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#,
         by_config: "NVFP4",
-        loads: Loads::Never,
+        loads: Loads::Always,
     },
     Method {
         name: "MXFP4 of Quark",
@@ -186,12 +188,12 @@ const METHODS: &[Method] = &[
         loads: Loads::Never,
     },
     Method {
-        name: "float8 of another kind",
+        name: "float8 of E5M2",
         parts: &[part("weight", Dtype::F8_E5M2, &[64, 64]), part("weight_scale", Dtype::F32, &[])],
         by_names: "dtype F8_E5M2",
         config: r#"{"quantization_config": {"quant_method": "fp8"}}"#,
         by_config: "FP8",
-        loads: Loads::Never,
+        loads: Loads::Always,
     },
 ];
 
@@ -249,7 +251,7 @@ fn quantized_weights_are_read_or_are_errors_that_name_the_method() -> Result<()>
             let folder = tempfile::tempdir()?;
             method.write(folder.path(), model)?;
             let vb = weights::open(folder.path(), DType::F32, &DEVICE)?.pp("model.layers.0.self_attn");
-            if model.is_some() && method.loads == Loads::WithConfig {
+            if method.loads == Loads::Always || model.is_some() && method.loads == Loads::WithConfig {
                 MultiHeadAttention::new(&config(), vb)?;
                 continue;
             }
@@ -276,11 +278,16 @@ fn quantized_weights_in_models_are_read_or_are_errors_that_name_the_method() -> 
         let mut own: Value = serde_json::from_str(method.config).expect("a config");
         method.write(folder.path(), None)?;
         let open = || weights::open(folder.path(), DType::F32, &DEVICE);
-        assert_names(hf::load_attention(&llama, 0, open()?), method.by_names, method.name);
+        let without = hf::load_attention(&llama, 0, open()?);
+        if method.loads == Loads::Always {
+            without?;
+        } else {
+            assert_names(without, method.by_names, method.name);
+        }
         own.as_object_mut().expect("an object").extend(llama.as_object().expect("an object").clone());
         method.write(folder.path(), Some(&own))?;
         match method.loads {
-            Loads::WithConfig => drop(hf::load_attention(&own, 0, open()?)?),
+            Loads::WithConfig | Loads::Always => drop(hf::load_attention(&own, 0, open()?)?),
             Loads::Never => {
                 // An error about a missing module knows the names alone.
                 let loaded = hf::load_attention(&own, 0, open()?);

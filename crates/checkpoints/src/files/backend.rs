@@ -7,8 +7,10 @@ use candle_nn::var_builder::SimpleBackend;
 
 use super::Checkpoint;
 use super::layers::{OF_MLX, is_weight};
-use super::stored::{Entry, Scale, StoredTensor};
-use candle_attention_modules::base::{FLOATS, Fact, SCALES, floats_text};
+use super::quantized::QuantizedEntry;
+use super::quantized::float8::Block;
+use super::stored::{Entry, StoredTensor};
+use candle_attention_modules::base::{FLOATS, Fact, QuantizedWeight, SCALES, floats_text, root};
 
 /// Reads a checkpoint's tensors for a `VarBuilder`.
 pub(super) struct Backend {
@@ -21,7 +23,16 @@ impl Backend {
     /// Reads a tensor in a dtype, floats of a quantised weight dequantised.
     fn read(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         match self.checkpoint.entry(name) {
-            Some(Entry::Quantized(weight)) => weight.read()?.dequantize()?.to_dtype(dtype)?.to_device(device),
+            Some(Entry::Quantized { weight, unscaled }) => match unscaled {
+                Some(stored) if dtype == DType::F8E4M3 => self.read_stored(name, stored, dtype, device),
+                _ => {
+                    let numbers = read_quantized(name, weight)?.dequantize()?;
+                    numbers.reshape(weight.shape.as_slice())?.to_dtype(dtype)?.to_device(device)
+                }
+            },
+            Some(entry) if entry.is_float8() && dtype != DType::F8E4M3 => {
+                Err(Error::msg(self.float8_problem(name, entry)))
+            }
             _ => self.read_stored(name, self.find(name)?, dtype, device),
         }
     }
@@ -29,7 +40,7 @@ impl Backend {
     fn find(&self, name: &str) -> Result<&StoredTensor> {
         match self.checkpoint.entry(name) {
             Some(Entry::Stored(stored)) => Ok(stored),
-            Some(Entry::Quantized(_)) => bail!("{name} is quantised, expected a tensor of numbers"),
+            Some(Entry::Quantized { .. }) => bail!("{name} is quantised, expected a tensor of numbers"),
             Some(Entry::Unreadable { problem, .. }) => Err(Error::msg(format!("{name}: {problem}"))),
             None => {
                 // The reader of a layer finds the hint as the context of the cause.
@@ -60,34 +71,34 @@ impl Backend {
         if dtype == DType::F64 && device.is_metal() {
             bail!("{name} is read as F64, expected {}", floats_text(device))
         }
-        let scale = if stored.dtype == DType::F8E4M3 && dtype != DType::F8E4M3 {
-            Some(self.scale(name, &stored.shape)?)
-        } else {
-            None
-        };
         let view = self.mapped.as_ref().and_then(|mapped| mapped.get(name).ok());
-        stored.read(view.as_ref().map(|view| view.data()), scale.as_ref(), dtype, device)
+        stored.read(view.as_ref().map(|view| view.data()), dtype, device)
     }
 
-    fn scale(&self, weight: &str, shape: &[usize]) -> Result<Scale> {
-        let named = SCALES.map(|suffix| format!("{weight}{suffix}"));
-        let Some(name) = named.iter().find(|name| self.checkpoint.entry(name).is_some()) else {
-            bail!(
-                "{weight} is float8, and the file has no {} for it; a builder of F8E4M3 returns weights as stored",
+    /// Returns why floats of 8 bits without a scale, or with one that does not fit, are not read as other floats.
+    fn float8_problem(&self, name: &str, entry: &Entry) -> String {
+        let named = SCALES.map(|suffix| format!("{name}{suffix}"));
+        let scale = named.iter().find_map(|scale| Some((scale, self.checkpoint.entry(scale)?.shape()?)));
+        match (scale, entry) {
+            (Some((scale, shape)), _) => {
+                let Block { rows, columns } = self.checkpoint.block();
+                format!(
+                    "{name} is float8 of shape {:?} and {scale} has shape {shape:?}, expected one number, one for each \
+                     row, or one for each block of {rows} by {columns}",
+                    entry.shape().unwrap_or_default()
+                )
+            }
+            (None, Entry::Unreadable { problem, .. }) => format!("{name}: {problem}"),
+            (None, _) => format!(
+                "{name} is float8, and the file has no {} for it; a builder of F8E4M3 returns weights as stored",
                 named.join(" or ")
-            )
-        };
-        let stored = self.find(name)?;
-        let numbers = self.read_stored(name, stored, DType::F32, &Device::Cpu)?;
-        match Scale::new(shape, &numbers)? {
-            Some(scale) => Ok(scale),
-            None => bail!(
-                "{weight} is float8 of shape {shape:?} and {name} has shape {:?}, expected one number, one for each \
-                 row, or one for each block of 128 by 128",
-                stored.shape
             ),
         }
     }
+}
+
+fn read_quantized(name: &str, entry: &QuantizedEntry) -> Result<QuantizedWeight> {
+    entry.read().map_err(|error| Error::msg(format!("{name} is quantised, and cannot be read: {}", root(&error))))
 }
 
 impl SimpleBackend for Backend {
@@ -106,7 +117,7 @@ impl SimpleBackend for Backend {
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         if let Some(weight) = Fact::weight_of_codes(name) {
             return match self.checkpoint.entry(weight) {
-                Some(Entry::Quantized(weight)) => weight.read()?.to_tensor(),
+                Some(Entry::Quantized { weight: entry, .. }) => read_quantized(weight, entry)?.to_tensor(),
                 _ => bail!("{weight} is not quantised"),
             };
         }
@@ -117,7 +128,7 @@ impl SimpleBackend for Backend {
     fn contains_tensor(&self, name: &str) -> bool {
         let origin = self.checkpoint.origin;
         if let Some(weight) = Fact::weight_of_codes(name) {
-            return matches!(self.checkpoint.entry(weight), Some(Entry::Quantized(_)));
+            return matches!(self.checkpoint.entry(weight), Some(Entry::Quantized { weight: own, .. }) if own.shape.len() == 2);
         }
         if let Some(tensor) = Fact::tensor_of_integers(name) {
             return self.checkpoint.has_integers(tensor);

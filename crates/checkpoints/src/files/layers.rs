@@ -85,7 +85,11 @@ impl Checkpoint {
             }
             (None, _) => return None,
         };
-        Some(signs.with_config(&self.config))
+        let signs = signs.with_config(&self.config);
+        match self.entry(name) {
+            Some(Entry::Unreadable { dtype: None, problem, .. }) => Some(signs.with_problem(problem.clone())),
+            _ => Some(signs),
+        }
     }
 
     /// Returns whether a tensor has integers, or other numbers that are codes of floats.
@@ -178,7 +182,7 @@ impl TensorSource for LayerTensors<'_> {
             Some(Entry::Stored(stored)) => Ok(stored.shape.clone()),
             Some(Entry::Unreadable { shape: Some(shape), .. }) => Ok(shape.clone()),
             Some(Entry::Unreadable { shape: None, problem, .. }) => bail!("[weights] {name}: {problem}"),
-            Some(Entry::Quantized(weight)) => Ok(weight.shape.clone()),
+            Some(Entry::Quantized { weight, .. }) => Ok(weight.shape.clone()),
         }
     }
 

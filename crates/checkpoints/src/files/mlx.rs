@@ -75,7 +75,7 @@ pub(super) fn undo(entries: &mut BTreeMap<String, Entry>, files: &BTreeSet<Arc<P
     }
     let is_of_mlx = |entry: &Entry| match entry {
         Entry::Stored(stored) => files.is_empty() || files.contains(&stored.file),
-        Entry::Unreadable { .. } | Entry::Quantized(_) => false,
+        Entry::Unreadable { .. } | Entry::Quantized { .. } => false,
     };
     let names: Vec<_> = entries.iter().filter(|(_, entry)| is_of_mlx(entry)).map(|(name, _)| name.clone()).collect();
     // mlx-lm itself takes a model whose convolutions are in PyTorch's order for one that is not converted.

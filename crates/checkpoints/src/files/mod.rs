@@ -26,6 +26,8 @@ use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_nn::VarBuilder;
 use mlx::Origin;
+use quantized::Settings;
+use quantized::float8::{Block, USUAL_BLOCK};
 use serde_json::{Value, json};
 use stored::Entry;
 
@@ -161,10 +163,9 @@ impl Checkpoint {
 
     /// Returns a builder at the root of the checkpoint, which reads each tensor from its file when a layer requests it.
     ///
-    /// float8 (E4M3) weights are multiplied by their scale, `<name>_scale_inv` or `<name>_scale`: one number, one for
-    /// each row, or one for each block of 128 by 128. The scales are not tensors of the builder. A builder of
-    /// [`DType::F8E4M3`] returns weights as they are stored. A weight of integers is
-    /// quantised: reading it as floats is an error that names the method of quantisation.
+    /// A quantised layer has one weight (out, in), which the builder returns dequantised. A builder of
+    /// [`DType::F8E4M3`] returns floats of 8 bits as stored, without their scales. A weight of a method that is not read
+    /// is an error that names the method.
     ///
     /// # Errors
     /// None at present.
@@ -209,7 +210,12 @@ impl Checkpoint {
         std::iter::once(name.to_string()).chain(moved_names(name)).find(|stored| self.contains(stored))
     }
 
-    /// Returns whether a tensor is the scale of a float8 weight.
+    /// Returns the blocks of floats of 8 bits that share a scale, by the config or else the usual ones.
+    fn block(&self) -> Block {
+        Settings::new(&self.config).block().unwrap_or(USUAL_BLOCK)
+    }
+
+    /// Returns whether a tensor is the scale of floats of 8 bits that it does not fit.
     fn is_scale(&self, name: &str) -> bool {
         let weight = SCALES.iter().find_map(|suffix| name.strip_suffix(suffix));
         weight.and_then(|weight| self.entry(weight)).is_some_and(Entry::is_float8)
@@ -231,16 +237,25 @@ fn with_dots(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
 
 /// Replaces the tensors of quantised layers by one weight each.
 fn join_quantized(entries: &mut BTreeMap<String, Entry>, config: &Value) {
-    let raw = entries.iter().filter_map(|(name, entry)| Some((name.clone(), entry.raw()?)));
-    for layer in quantized::layers(raw, config) {
-        for tensor in layer.tensors {
-            entries.remove(&tensor);
-        }
+    let raw = entries.iter().filter_map(|(name, entry)| Some((name.clone(), entry.raw()?))).collect();
+    let quantized = quantized::layers(&raw, config);
+    for layer in quantized.layers {
+        let removed: Vec<_> = layer.tensors.iter().map(|tensor| entries.remove(tensor)).collect();
         let entry = match layer.entry {
-            Ok(entry) => Entry::Quantized(entry),
-            Err(error) => Entry::Unreadable { dtype: None, shape: None, problem: error.to_string(), raw: None },
+            Ok(weight) => {
+                // The weight itself is among the tensors of its layer.
+                let unscaled = removed.into_iter().flatten().find_map(Entry::into_float8);
+                Entry::Quantized { weight, unscaled }
+            }
+            Err(error) => {
+                let problem = root(&error).to_string();
+                Entry::Unreadable { dtype: None, shape: None, problem, raw: None }
+            }
         };
         entries.insert(layer.weight, entry);
+    }
+    for name in quantized.unused {
+        entries.remove(&name);
     }
 }
 

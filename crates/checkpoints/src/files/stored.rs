@@ -7,14 +7,12 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::quantized::QuantizedEntry;
+use super::quantized::floats::float8_of;
 use super::raw::{RawTensor, open_at, read_error, zeroed};
 use candle_attention_modules::base::{FLOATS, accumulation_dtype, fits_in_memory};
 
 /// The number of elements that are read and converted at once.
 const CHUNK: usize = 1 << 20;
-
-/// The rows and columns of a block of a float8 weight that shares a scale, as in DeepSeek.
-const BLOCK: usize = 128;
 
 /// A tensor that a file lists.
 #[derive(Debug, Clone)]
@@ -33,7 +31,11 @@ pub(super) enum Entry {
         raw: Option<RawTensor>,
     },
     /// The weight of a quantised layer.
-    Quantized(QuantizedEntry),
+    Quantized {
+        weight: QuantizedEntry,
+        /// The tensor `weight` without its scales, if it has floats of 8 bits that Candle has too.
+        unscaled: Option<StoredTensor>,
+    },
 }
 
 impl Entry {
@@ -42,14 +44,14 @@ impl Entry {
         match self {
             Self::Stored(stored) => Some(&stored.shape),
             Self::Unreadable { shape, .. } => shape.as_deref(),
-            Self::Quantized(weight) => Some(&weight.shape),
+            Self::Quantized { weight, .. } => Some(&weight.shape),
         }
     }
 
     /// Returns the bytes of a tensor that are in a file without gaps; `None` for other tensors.
     pub(super) fn raw(&self) -> Option<RawTensor> {
         match self {
-            Self::Stored(stored) if stored.strides.is_none() => Some(RawTensor {
+            Self::Stored(stored) if stored.strides.is_none() && !stored.is_one_more => Some(RawTensor {
                 file: stored.file.clone(),
                 dtype: stored.dtype.into(),
                 shape: stored.shape.clone(),
@@ -57,7 +59,7 @@ impl Entry {
                 len: stored.shape.iter().product::<usize>() * stored.dtype.size_in_bytes(),
             }),
             Self::Unreadable { raw, .. } => raw.clone(),
-            Self::Stored(_) | Self::Quantized(_) => None,
+            Self::Stored(_) | Self::Quantized { .. } => None,
         }
     }
 
@@ -67,14 +69,26 @@ impl Entry {
             Self::Stored(stored) if stored.dtype != DType::F8E4M3 && !FLOATS.contains(&stored.dtype) => {
                 Some(format!("{:?}", stored.dtype))
             }
-            Self::Stored(_) | Self::Quantized(_) => None,
+            Self::Stored(_) | Self::Quantized { .. } => None,
             Self::Unreadable { dtype, .. } => dtype.clone(),
         }
     }
 
-    /// Returns whether the tensor is float8 (E4M3).
+    /// Returns whether the tensor has floats of 8 bits, without scales.
     pub(super) fn is_float8(&self) -> bool {
-        matches!(self, Self::Stored(stored) if stored.dtype == DType::F8E4M3)
+        match self {
+            Self::Stored(stored) => stored.dtype == DType::F8E4M3,
+            Self::Unreadable { raw: Some(raw), .. } => float8_of(raw.dtype).is_some(),
+            Self::Unreadable { raw: None, .. } | Self::Quantized { .. } => false,
+        }
+    }
+
+    /// Returns a tensor of floats of 8 bits that Candle has too (E4M3).
+    pub(super) fn into_float8(self) -> Option<StoredTensor> {
+        match self {
+            Self::Stored(stored) if stored.dtype == DType::F8E4M3 => Some(stored),
+            _ => None,
+        }
     }
 }
 
@@ -95,17 +109,10 @@ pub(super) struct StoredTensor {
 }
 
 impl StoredTensor {
-    /// Reads the tensor as `dtype` on `device`, from the file or from `mapped`. A float8 tensor is multiplied by its
-    /// scale.
+    /// Reads the tensor as `dtype` on `device`, from the file or from `mapped`.
     ///
     /// Elements are converted a chunk at a time, so that reading needs little more memory than the result.
-    pub(super) fn read(
-        &self,
-        mapped: Option<&[u8]>,
-        scale: Option<&Scale>,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Tensor> {
+    pub(super) fn read(&self, mapped: Option<&[u8]>, dtype: DType, device: &Device) -> Result<Tensor> {
         let count = self.shape.iter().product();
         let size = self.dtype.size_in_bytes();
         if count > self.storage_len {
@@ -120,20 +127,12 @@ impl StoredTensor {
         }
         let result = Tensor::zeros(count, dtype, device)?;
         let mut elements = self.elements(mapped)?;
-        // A scale is applied to whole rows.
-        let chunk_len = match scale {
-            Some(scale) => (CHUNK / scale.columns).max(1) * scale.columns,
-            None => CHUNK,
-        };
-        let chunk_len = chunk_len.min(count.max(1));
+        let chunk_len = CHUNK.min(count.max(1));
         let mut buffer = zeroed(chunk_len * size)?;
         for start in (0..count).step_by(chunk_len) {
             let bytes = &mut buffer[..chunk_len.min(count - start) * size];
             elements.read_exact(bytes).map_err(|error| read_error(&self.file, &error))?;
-            let mut chunk = Tensor::from_raw_buffer(bytes, self.dtype, &[bytes.len() / size], &Device::Cpu)?;
-            if let Some(scale) = scale {
-                chunk = scale.apply(&chunk, start)?;
-            }
+            let chunk = Tensor::from_raw_buffer(bytes, self.dtype, &[bytes.len() / size], &Device::Cpu)?;
             result.slice_set(&chunk.to_dtype(dtype)?.to_device(device)?, 0, start)?;
         }
         let result = if self.is_one_more { one_less(&result)? } else { result };
@@ -161,58 +160,6 @@ impl StoredTensor {
 /// Subtracts 1, and rounds once.
 pub(crate) fn one_less(tensor: &Tensor) -> Result<Tensor> {
     (tensor.to_dtype(accumulation_dtype(tensor.dtype()))? - 1.0)?.to_dtype(tensor.dtype())
-}
-
-/// The numbers of rows and columns of a weight that share a scale.
-#[derive(Debug)]
-struct Block {
-    rows: usize,
-    columns: usize,
-}
-
-/// The scale of a float8 weight: element (i, j) is multiplied by `values[i / block.rows][j / block.columns]`.
-#[derive(Debug)]
-pub(super) struct Scale {
-    /// The number of columns of the weight.
-    columns: usize,
-    block: Block,
-    /// The scales, one row of blocks after the other.
-    values: Vec<Vec<f32>>,
-}
-
-impl Scale {
-    /// Returns a scale of one number, of one for each row, or of one for each block of 128 by 128; `None` for another
-    /// shape.
-    pub(super) fn new(weight: &[usize], scale: &Tensor) -> Result<Option<Self>> {
-        let rows = if weight.len() == 2 { weight[0] } else { 1 };
-        let columns = if weight.len() == 2 { weight[1] } else { weight.iter().product() };
-        let block = match *scale.dims() {
-            _ if scale.elem_count() == 1 => Block { rows, columns },
-            [n] | [n, 1] if n == rows => Block { rows: 1, columns },
-            [n, m] if n == rows.div_ceil(BLOCK) && m == columns.div_ceil(BLOCK) => {
-                Block { rows: BLOCK, columns: BLOCK }
-            }
-            _ => return Ok(None),
-        };
-        // A list of scales is one column.
-        let grid_rows = scale.dims().first().copied().unwrap_or(1);
-        let grid_columns = if scale.rank() == 2 { scale.dims()[1] } else { 1 };
-        let values = scale.to_dtype(DType::F32)?.reshape((grid_rows, grid_columns))?.to_vec2()?;
-        let block = Block { rows: block.rows.max(1), columns: block.columns.max(1) };
-        Ok(Some(Self { columns: columns.max(1), block, values }))
-    }
-
-    /// Multiplies whole rows, in a flat tensor that begins with element `start`.
-    fn apply(&self, chunk: &Tensor, start: usize) -> Result<Tensor> {
-        let mut values: Vec<f32> = chunk.to_dtype(DType::F32)?.to_vec1()?;
-        for (row, i) in values.chunks_mut(self.columns).zip(start / self.columns..) {
-            for (part, scale) in row.chunks_mut(self.block.columns).zip(&self.values[i / self.block.rows]) {
-                part.iter_mut().for_each(|x| *x *= scale);
-            }
-        }
-        let len = values.len();
-        Tensor::from_vec(values, len, &Device::Cpu)
-    }
 }
 
 /// Returns the number of elements from the first of a view to its last; `None` for a view without elements, or one that

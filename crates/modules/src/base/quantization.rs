@@ -43,6 +43,8 @@ pub struct QuantizationSigns {
     dtype: Option<String>,
     /// The method that the config names, and the key that names it.
     config: Option<ConfigMethod>,
+    /// Why a weight of a method that is known cannot be read.
+    problem: Option<String>,
 }
 
 /// The method of quantisation that a config names.
@@ -89,6 +91,12 @@ impl QuantizationSigns {
     pub fn with_config(self, config: &Value) -> Self {
         Self { config: ConfigMethod::of(config), ..self }
     }
+
+    /// Adds why the weight cannot be read although its method is known.
+    #[must_use]
+    pub fn with_problem(self, problem: String) -> Self {
+        Self { problem: Some(problem), ..self }
+    }
 }
 
 /// The end of a sentence about a weight: "is quantised, ..".
@@ -111,7 +119,11 @@ impl fmt::Display for QuantizationSigns {
             (None, Some(method)) => format!("it looks like {method} "),
             (None, None) => String::new(),
         };
-        write!(f, "is quantised, expected a weight of floats; {method}({})", signs.join(", "))
+        write!(f, "is quantised, expected a weight of floats; {method}({})", signs.join(", "))?;
+        match &self.problem {
+            Some(problem) => write!(f, ": {problem}"),
+            None => Ok(()),
+        }
     }
 }
 

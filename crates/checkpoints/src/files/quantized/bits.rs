@@ -17,6 +17,25 @@ pub(super) fn append_stream(bytes: &[u8], bits: usize, codes: &mut Vec<u8>) {
     }
 }
 
+/// Appends codes of 4 bits, the first in the high half of a byte.
+pub(super) fn append_nibbles_from_high(bytes: &[u8], codes: &mut Vec<u8>) {
+    for &byte in bytes {
+        codes.extend([byte >> 4, byte & 15]);
+    }
+}
+
+/// Makes codes of whole numbers from -128 to 127, in two's complement: the number plus 128.
+pub(super) fn signed_to_codes(bytes: &mut [u8]) {
+    for byte in bytes {
+        *byte ^= 0x80;
+    }
+}
+
+/// Returns the largest number that divides both.
+pub(super) fn greatest_common_divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -36,17 +36,14 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
     let own = &settings[module.name];
     let number = |key: &str| own[key].as_u64().or_else(|| settings[key].as_u64());
     let (Some(bits), Some(group)) = (number("bits"), number("group_size")) else {
-        bail!(
-            "is quantised by MLX, expected `bits` and `group_size` in `quantization` of the config.json next to the \
-             file"
-        )
+        bail!("expected `bits` and `group_size` in `quantization` of the config.json next to the file")
     };
     let (bits, group) = (bits as usize, group as usize);
     let inputs = groups.saturating_mul(group);
     if !matches!(bits, 2..=6 | 8) || inputs.checked_mul(bits) != words.checked_mul(32) || rows != outputs {
         bail!(
-            "is quantised by MLX; the config says {bits} bits in groups of {group}, which does not fit `weight` of shape \
-             ({outputs}, {words}) and `scales` of shape ({rows}, {groups})"
+            "the config says {bits} bits in groups of {group}, which does not fit `weight` of shape ({outputs}, {words}) \
+             and `scales` of shape ({rows}, {groups})"
         )
     }
     let format = Arc::new(Affine { outputs, inputs, bits, group });

@@ -5,7 +5,11 @@
 //! reads them.
 
 mod bits;
+mod bitsandbytes;
+pub(super) mod float8;
+pub(super) mod floats;
 mod mlx;
+mod nvfp4;
 mod settings;
 mod tensors;
 
@@ -18,11 +22,13 @@ use serde_json::Value;
 
 use super::raw::RawTensor;
 use candle_attention_modules::base::QuantizedWeight;
-use settings::Settings;
+use candle_attention_modules::warn_once;
+use floats::float8_of;
+pub(super) use settings::Settings;
 use tensors::Tensors;
 
 /// The methods, in the order in which they are looked for: if one has the tensors of another and more, it comes first.
-const FINDERS: [fn(&Module) -> Result<Option<Found>>; 1] = [mlx::find];
+const FINDERS: [fn(&Module) -> Result<Option<Found>>; 4] = [bitsandbytes::find, mlx::find, nvfp4::find, float8::find];
 
 /// A method of quantisation with the settings of one layer.
 trait Format: fmt::Debug + Send + Sync {
@@ -51,7 +57,7 @@ struct Found {
 /// The weight of a quantised layer in files.
 #[derive(Debug, Clone)]
 pub(super) struct QuantizedEntry {
-    /// The shape (out, in).
+    /// The shape (out, in); that of floats of 8 bits may have other dimensions.
     pub shape: Vec<usize>,
     format: Arc<dyn Format>,
     tensors: Tensors,
@@ -74,32 +80,94 @@ pub(super) struct QuantizedLayer {
     pub entry: Result<QuantizedEntry>,
 }
 
+/// The quantised layers of a checkpoint.
+pub(super) struct QuantizedLayers {
+    pub layers: Vec<QuantizedLayer>,
+    /// The names of tensors that have no use here: the scales of caches.
+    pub unused: Vec<String>,
+}
+
 /// Finds the quantised layers among the tensors of a checkpoint. Layers of methods that are not known are not among
 /// them; reading them is an error that names the method.
-pub(super) fn layers(tensors: impl Iterator<Item = (String, RawTensor)>, config: &Value) -> Vec<QuantizedLayer> {
+pub(super) fn layers(tensors: &BTreeMap<String, RawTensor>, config: &Value) -> QuantizedLayers {
     let settings = Settings::new(config);
-    let mut modules: BTreeMap<String, Tensors> = BTreeMap::new();
-    for (name, raw) in tensors {
-        let (module, tensor) = split(&name);
-        modules.entry(module.to_string()).or_default().insert(tensor, raw);
-    }
+    let mut modules: BTreeMap<&str, Tensors> = BTreeMap::new();
     let mut layers = Vec::new();
-    for (name, own) in &modules {
-        let module = Module { name, tensors: own, settings: &settings };
-        let full_name = |tensor: &str| if name.is_empty() { tensor.to_string() } else { format!("{name}.{tensor}") };
-        let (used, entry) = match FINDERS.iter().find_map(|find| find(&module).transpose()) {
-            None => continue,
-            Some(Ok(found)) => {
-                let shape = vec![found.outputs, found.inputs];
-                let entry = QuantizedEntry { shape, format: found.format, tensors: own.only(&found.tensors) };
-                (found.tensors, Ok(entry))
-            }
-            Some(Err(error)) => (Vec::new(), Err(error)),
-        };
-        let names = used.into_iter().map(full_name).collect();
-        layers.push(QuantizedLayer { weight: full_name("weight"), tensors: names, entry });
+    for (name, raw) in tensors {
+        let (module, tensor) = split(name);
+        modules.entry(module).or_default().insert(tensor, raw.clone());
+        if tensor != "weight" && float8_of(raw.dtype).is_some() {
+            let own = parameter(name, tensors);
+            let full_name = |tensor: &str| tensor.replacen("weight", name, 1);
+            layers.extend(layer(&Module { name, tensors: &own, settings: &settings }, full_name));
+        }
     }
-    layers
+    for (name, own) in &modules {
+        let full_name = |tensor: &str| if name.is_empty() { tensor.to_string() } else { format!("{name}.{tensor}") };
+        layers.extend(layer(&Module { name, tensors: own, settings: &settings }, full_name));
+    }
+    let unused = if layers.is_empty() { Vec::new() } else { scales_of_caches(tensors) };
+    QuantizedLayers { layers, unused }
+}
+
+/// Returns the tensors of a parameter that is not the weight of a module, such as experts, under the names that they
+/// have in a module.
+fn parameter(name: &str, tensors: &BTreeMap<String, RawTensor>) -> Tensors {
+    let mut own = Tensors::default();
+    for ending in ["", "_scale_inv", "_scale"] {
+        if let Some(raw) = tensors.get(&format!("{name}{ending}")) {
+            own.insert(&format!("weight{ending}"), raw.clone());
+        }
+    }
+    own
+}
+
+/// Reads what a module is; `None` where it is not a quantised layer of a method that is known.
+fn layer(module: &Module, full_name: impl Fn(&str) -> String) -> Option<QuantizedLayer> {
+    let found = FINDERS.iter().find_map(|find| find(module).transpose())?;
+    let weight = full_name("weight");
+    let found = match found {
+        Ok(found) => found,
+        Err(error) => return Some(QuantizedLayer { weight, tensors: Vec::new(), entry: Err(error) }),
+    };
+    // A tensor of floats of 8 bits keeps its dimensions.
+    let of_codes = module.tensors.get("weight").map(|weight| &weight.shape);
+    let shape = match of_codes {
+        Some(shape) if shape.iter().product::<usize>() == found.outputs * found.inputs => shape.clone(),
+        _ => vec![found.outputs, found.inputs],
+    };
+    let tensors = module.tensors.only(&found.tensors);
+    let entry = QuantizedEntry { shape, format: found.format, tensors };
+    Some(QuantizedLayer { weight, tensors: found.tensors.into_iter().map(full_name).collect(), entry: Ok(entry) })
+}
+
+/// The names of scales of activations, which a layer that computes in floats has no use for.
+const SCALES_OF_ACTIVATIONS: [&str; 6] =
+    ["input_scale", "activation_scale", "scale_input", "output_scale", "input_scale_ub", "input_zero_point"];
+
+/// Returns the scales of activations that a quantised layer has, which are passed over.
+fn passed_over(module: &Module) -> Vec<&'static str> {
+    let mut there = Vec::new();
+    for name in SCALES_OF_ACTIVATIONS {
+        if module.tensors.get(name).is_some() {
+            warn_once!("[weights] {} has {name}: scales of activations are passed over", module.name);
+            there.push(name);
+        }
+    }
+    there
+}
+
+/// Returns the scales of keys and values in a cache: one number each.
+fn scales_of_caches(tensors: &BTreeMap<String, RawTensor>) -> Vec<String> {
+    let is_one = |(name, raw): &(&String, &RawTensor)| {
+        let last = name.rsplit('.').next().unwrap_or_default();
+        ["k_scale", "v_scale", "q_scale", "prob_scale"].contains(&last) && raw.shape.iter().product::<usize>() == 1
+    };
+    let names: Vec<_> = tensors.iter().filter(is_one).map(|(name, _)| name.clone()).collect();
+    if let Some(name) = names.first() {
+        warn_once!("[weights] {name}: scales of caches are passed over");
+    }
+    names
 }
 
 /// Splits the name of a tensor into that of a module and the rest. bitsandbytes and quanto put a `.` into the rest:

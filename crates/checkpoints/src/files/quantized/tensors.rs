@@ -6,6 +6,7 @@ use candle_core::{Result, bail};
 use half::{bf16, f16};
 use safetensors::Dtype;
 
+use super::floats::{e8m0_number, float8_of};
 use crate::files::raw::RawTensor;
 use candle_attention_modules::base::GroupNumbers;
 
@@ -42,8 +43,31 @@ impl Tensors {
     fn find(&self, name: &str) -> Result<&RawTensor> {
         match self.0.get(name) {
             Some(tensor) => Ok(tensor),
-            None => bail!("[weights] the tensor {name} of a quantised layer is missing"),
+            None => bail!("the tensor {name} of a quantised layer is missing"),
         }
+    }
+
+    /// Checks the number of elements of a tensor.
+    pub(super) fn expect_count(&self, name: &str, count: usize) -> Result<()> {
+        let shape = &self.find(name)?.shape;
+        if shape.iter().product::<usize>() != count {
+            bail!("{name} has {shape:?} numbers, expected {count}")
+        }
+        Ok(())
+    }
+
+    /// Checks the number of bytes of a tensor.
+    pub(super) fn expect_bytes(&self, name: &str, count: usize) -> Result<()> {
+        let found = self.find(name)?.len;
+        if found != count {
+            bail!("{name} has {found} bytes, expected {count}")
+        }
+        Ok(())
+    }
+
+    /// Returns the dtype of a tensor.
+    pub(super) fn dtype(&self, name: &str) -> Result<Dtype> {
+        Ok(self.find(name)?.dtype)
     }
 
     /// Reads the bytes of a tensor.
@@ -60,7 +84,7 @@ impl Tensors {
             Dtype::F16 => GroupNumbers::F16(pairs().map(f16::from_le_bytes).collect()),
             Dtype::BF16 => GroupNumbers::BF16(pairs().map(bf16::from_le_bytes).collect()),
             Dtype::F32 => GroupNumbers::F32(self.f32(name)?),
-            other => bail!("[weights] {name} has dtype {other:?}, expected F16, BF16 or F32"),
+            other => bail!("{name} has dtype {other:?}, expected F16, BF16 or F32"),
         })
     }
 
@@ -75,7 +99,11 @@ impl Tensors {
             }
             Dtype::F16 => pairs().map(|own| f16::from_le_bytes(own).to_f32()).collect(),
             Dtype::BF16 => pairs().map(|own| bf16::from_le_bytes(own).to_f32()).collect(),
-            other => bail!("[weights] {name} has dtype {other:?}, expected F16, BF16 or F32"),
+            Dtype::F8_E8M0 => bytes.into_iter().map(e8m0_number).collect(),
+            other => match float8_of(other) {
+                Some(float) => bytes.into_iter().map(|code| float.number(code)).collect(),
+                None => bail!("{name} has dtype {other:?}, expected F16, BF16 or F32"),
+            },
         })
     }
 }

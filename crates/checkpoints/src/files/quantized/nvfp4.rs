@@ -1,0 +1,68 @@
+//! NVFP4 of ModelOpt: `weight` U8 (out, in / 2) with `weight_scale` F8_E4M3 (out, in / group) and `weight_scale_2`, a
+//! scale of the tensor.
+//!
+//! A number is that of the code (E2M1) times its scale, the product of both scales.
+
+use std::sync::Arc;
+
+use candle_core::{Result, bail};
+use safetensors::Dtype;
+
+use super::bits::append_stream;
+use super::floats::{E2M1, e4m3_times};
+use super::tensors::Tensors;
+use super::{Format, Found, Module, passed_over};
+use candle_attention_modules::base::{CodeValues, GroupNumbers, QuantizedWeight};
+
+#[derive(Debug)]
+struct Nvfp4 {
+    outputs: usize,
+    inputs: usize,
+    group: usize,
+}
+
+/// Finds a layer of ModelOpt in NVFP4.
+pub(super) fn find(module: &Module) -> Result<Option<Found>> {
+    let tensors = module.tensors;
+    let is_packed = tensors.get("weight").is_some_and(|weight| weight.dtype == Dtype::U8);
+    if !is_packed || tensors.get("weight_scale_2").is_none() {
+        return Ok(None);
+    }
+    if tensors.get("pre_quant_scale").is_some() {
+        bail!("pre_quant_scale multiplies the inputs of the layer (NVFP4_AWQ), which is not supported")
+    }
+    let (Some([outputs, bytes]), Some([rows, groups])) = (tensors.matrix("weight"), tensors.matrix("weight_scale"))
+    else {
+        bail!("weight and weight_scale are not both there as matrices, expected (out, in / 2) and (out, in / group)")
+    };
+    let Some(inputs) = bytes.checked_mul(2).filter(|inputs| groups > 0 && inputs.is_multiple_of(groups)) else {
+        bail!("weight_scale has {groups} columns, expected groups of the {bytes} bytes of a row")
+    };
+    if rows != outputs || tensors.dtype("weight_scale")? != Dtype::F8_E4M3 {
+        bail!("weight_scale is no matrix of F8_E4M3 with {outputs} rows, as weight has")
+    }
+    tensors.expect_count("weight_scale_2", 1)?;
+    let mut used = vec!["weight", "weight_scale", "weight_scale_2"];
+    used.extend(passed_over(module));
+    let format = Arc::new(Nvfp4 { outputs, inputs, group: inputs / groups });
+    Ok(Some(Found { outputs, inputs, format, tensors: used }))
+}
+
+impl Format for Nvfp4 {
+    fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
+        let &Self { outputs, inputs, group } = self;
+        let mut codes = Vec::with_capacity(outputs * inputs);
+        append_stream(&tensors.bytes("weight")?, 4, &mut codes);
+        let [scale] = tensors.f32("weight_scale_2")?[..] else { bail!("weight_scale_2 is not one number") };
+        Ok(QuantizedWeight {
+            outputs,
+            inputs,
+            bits: 4,
+            codes,
+            group,
+            values: CodeValues::Table(E2M1),
+            scales: GroupNumbers::Bytes { bytes: tensors.bytes("weight_scale")?, table: e4m3_times(scale) },
+            input_order: None,
+        })
+    }
+}
