@@ -102,8 +102,8 @@ impl CausalLm {
         let json = whole.get("text_config").filter(|text| text.is_object()).unwrap_or(whole);
         let weights = weights.into();
         let mut family = Family::of(json)?;
-        if weights.gguf.is_some() {
-            family = family.in_gguf()?;
+        if let Some(gguf) = weights.gguf {
+            family = family.in_gguf(gguf.has_experts())?;
         }
         // A base model without a head has no prefix.
         let inner = weights.below(BASES, EMBEDDINGS);

@@ -6,7 +6,7 @@ use candle_core::{Device, Result, Tensor, safetensors};
 use tempfile::NamedTempFile;
 
 use crate::common::gguf::{File, of_checkpoint};
-use crate::common::{Decoded, Run, assert_near, run, spelled};
+use crate::common::{Decoded, Run, assert_near, recorded, run, spelled};
 use crate::process::{self, Checkpoint};
 
 fn on_disk(file: &File) -> Result<(NamedTempFile, Checkpoint)> {
@@ -30,6 +30,23 @@ fn gguf_files_match_logits_and_tokens_of_checkpoints() -> Result<()> {
         assert_near(&logits, &golden.logits.narrow(0, 0, 1)?, 1e-5, model);
         let made = on_disk(&file)?.1.printed(&["--ids", &spelled(&golden.ids[0][..7]), "--max-tokens", "6"]);
         assert_eq!(made.trim(), spelled(&golden.greedy[0]), "{model}");
+    }
+    Ok(())
+}
+
+/// Reads files that llama.cpp's converter wrote (`crates/compare/conformance/gguf_experts.py`), with a tensor
+/// (experts, out, in) for each projection of the experts, in MXFP4 for GPT-OSS.
+#[test]
+fn gguf_files_with_experts_match_logits_of_checkpoints() -> Result<()> {
+    for model in ["mixtral", "gpt_oss_mxfp4", "deepseek_v2", "deepseek_v3", "qwen3_5_moe"] {
+        let golden = Decoded::of(&Checkpoint::of("causal_lm", model).path)?;
+        let path = recorded(&format!("causal_lm/gguf/{model}.gguf"));
+        let bytes = Checkpoint { example: "causal_lm", path }.written("--logits", &["--ids", &spelled(&golden.ids[0])]);
+        let logits = safetensors::load_buffer(&bytes, &Device::Cpu)?["logits"].clone();
+        // llama.cpp has no windows for Mixtral, and the checkpoint has one of 4 tokens.
+        let tokens = if model == "mixtral" { 4 } else { logits.dim(1)? };
+        let expected = golden.logits.narrow(0, 0, 1)?.narrow(1, 0, tokens)?;
+        assert_near(&logits.narrow(1, 0, tokens)?, &expected, 1e-5, model);
     }
     Ok(())
 }

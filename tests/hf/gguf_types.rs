@@ -6,11 +6,13 @@ use std::io::{Cursor, Read};
 use std::sync::Arc;
 
 use candle_attention::gguf::{self, LinearShard};
+use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Module, Result, Tensor};
 
 use crate::DEVICE;
-use crate::common::{error_text, recorded, recorded_tensors};
+use crate::common::gguf::File as Described;
+use crate::common::{error_text, recorded, recorded_tensors, relative_error};
 
 const FILE: &str = "hf/gguf_types.gguf";
 
@@ -50,6 +52,37 @@ fn gguf_linear_layers_of_every_type_have_the_recorded_weights() -> Result<()> {
         let first = gguf::load_linear_part(&content, &mut reader, &name, &part, &DEVICE)?.forward(&inputs)?;
         assert_eq!(first.flatten_all()?.to_vec1::<f32>()?, expected.to_vec1::<f32>()?, "{name}, the first output");
     }
+    Ok(())
+}
+
+#[test]
+fn gguf_experts_have_the_numbers_of_their_tensor() -> Result<()> {
+    let numbers = Tensor::arange(0f32, 3. * 4. * 256., &DEVICE)?.affine(0.71, 0.3)?.sin()?.reshape((3, 4, 256))?;
+    let biases = Tensor::arange(0f32, 12., &DEVICE)?.reshape((3, 4))?;
+    let inputs = Tensor::eye(256, DType::F32, &DEVICE)?;
+    for dtype in [GgmlDType::F16, GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::Q6K] {
+        let mut file = Described::default();
+        file.add("experts.weight", &numbers, dtype)?;
+        file.add("experts.bias", &biases, GgmlDType::F32)?;
+        let expected = file.tensors[0].1.dequantize(&DEVICE)?;
+        let (content, mut reader) = file.open()?;
+        for expert in 0..3 {
+            let linear = gguf::load_expert(&content, &mut reader, "experts", expert, &DEVICE)?;
+            let outputs = linear.forward(&inputs)?.broadcast_sub(&biases.get(expert)?)?.t()?;
+            let error = relative_error(&outputs, &expected.get(expert)?);
+            assert!(error < 1e-5, "{dtype:?}, expert {expert}: off by {error:e}");
+            let part = LinearShard::Outputs(vec![3..4, 0..1]);
+            let rows = gguf::load_expert_part(&content, &mut reader, "experts", expert, &part, &DEVICE)?;
+            let zeros = Tensor::zeros((1, 256), DType::F32, &DEVICE)?;
+            let bias = [(expert * 4 + 3) as f32, (expert * 4) as f32];
+            assert_eq!(rows.forward(&zeros)?.flatten_all()?.to_vec1::<f32>()?, bias);
+        }
+        let past = error_text(gguf::load_expert(&content, &mut reader, "experts", 3, &DEVICE));
+        assert_eq!(past, "[gguf] experts.weight has 3 experts, expected an index below 3, found 3");
+    }
+    let (content, mut reader) = open()?;
+    let flat = error_text(gguf::load_expert(&content, &mut reader, "F32", 0, &DEVICE));
+    assert_eq!(flat, "[gguf] F32.weight has shape [2, 256], expected (experts, out, in)");
     Ok(())
 }
 

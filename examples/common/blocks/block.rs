@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use super::attention::{Attention, Input};
 use super::family::{Family, GATED_MLPS, MlpKind, Names, NormKind, PLAIN_MLPS, PRE_NORMS, PlainNames, size};
+use super::gguf_experts;
 use super::mlp::{Experts, MODULES, Mlp, ROUTERS};
 use super::weights::{INPUTS, OUTPUTS, OtherRanks, Weights};
 
@@ -93,7 +94,7 @@ impl<'a> Loader<'a> {
             None => Ok(None),
         };
         let family = self.family;
-        let norms = if attention.is_linear() { PRE_NORMS } else { family.norms };
+        let norms = if attention.is_linear() && at.gguf.is_none() { PRE_NORMS } else { family.norms };
         Ok(Block {
             family,
             before_attention: if layer == 0 && !family.first_attention_norm {
@@ -117,7 +118,7 @@ impl<'a> Loader<'a> {
         let root = self.weights.root();
         let shard = self.weights.shard();
         if let Some(gguf) = self.weights.gguf {
-            return gguf.attention(layer, shard).map(Attention::MultiHead);
+            return gguf.attention(json, layer, shard);
         }
         let sharded = shard.zip(self.weights.shards.as_ref().and_then(|shards| shards.vb.as_ref()));
         let is_linear = hf::is_linear_attention(json, layer)?;
@@ -144,6 +145,12 @@ impl<'a> Loader<'a> {
             }
         };
         let mixed = at.below(MODULES, ROUTERS);
+        if let (MlpKind::Experts(mixture), Some(gguf)) = (&self.family.mlp, at.gguf)
+            && at.contains_tensor(gguf_experts::ROUTER)
+        {
+            let experts = gguf_experts::read(mixture, self.json, gguf, at, self.activation()?)?;
+            return Ok(Box::new(move |xs, residual| experts.forward(xs, residual)));
+        }
         let mlp = match &self.family.mlp {
             MlpKind::Experts(mixture) if mixed.first(ROUTERS).is_some() => {
                 let experts = Experts::read(mixture, self.json, &mixed, self.activation()?)?;

@@ -132,7 +132,8 @@ const SHARED_NORM: Norms = Norms::before(&["input_layernorm"], &[]);
 const GGUF_NORMS: Norms = Norms {
     before_attention: &["attn_norm"],
     after_attention: &["post_attention_norm"],
-    before_mlp: &["ffn_norm"],
+    // The second name is in files of GPT-OSS and of Qwen3.5, which have no norm after attention.
+    before_mlp: &["ffn_norm", "post_attention_norm"],
     after_mlp: &["post_ffw_norm"],
 };
 
@@ -246,12 +247,13 @@ impl Family {
         })
     }
 
-    /// Returns the family with llama.cpp's names, which are the same for all families.
-    pub fn in_gguf(self) -> Result<Self> {
+    /// Returns the family with llama.cpp's names, which are the same for all families. Files of Mixtral, which have
+    /// experts, have Llama's architecture.
+    pub fn in_gguf(self, has_experts: bool) -> Result<Self> {
         let mlp = match self.mlp {
-            Gated => Gated,
+            Gated if has_experts => Experts(MIXTRAL),
             Plain | Conv1d => Plain,
-            Experts(_) => bail!("[causal_lm] experts of GGUF files are not supported"),
+            own => own,
         };
         if self.norms == FALCON_NORMS {
             bail!("[causal_lm] GGUF files of Falcon with two norms are not supported")

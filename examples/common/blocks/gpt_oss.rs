@@ -12,21 +12,25 @@ use super::weights::{INPUTS, OUTPUTS, Sharding, Weights};
 
 /// Loads the experts of a layer.
 pub fn experts(json: &Value, all: &Weights, count: usize) -> Result<Vec<Mlp>> {
-    let number = |key: &str, default| json[key].as_f64().unwrap_or(default);
-    let alpha = number("swiglu_alpha", 1.702);
-    let limit = number("swiglu_limit", 7.0);
     let gate_up = Stacked::read(all, "gate_up_proj", Sharding { unit: 2, ..OUTPUTS })?;
     let down = Stacked::read(all, "down_proj", INPUTS)?;
     let mut experts = Vec::with_capacity(count);
-    for expert in 0..count {
-        let gate_up = gate_up.expert(expert)?;
-        let gate = gate_up.every_second_row(0)?;
-        let up = gate_up.every_second_row(1)?;
-        let down = down.expert(expert)?;
-        let down = PackedLinear::new(&down.weight, Some(&down.bias))?;
-        experts.push(Mlp::new(ClampedGlu { gate, up, alpha, limit }, down));
+    for index in 0..count {
+        let own = gate_up.expert(index)?;
+        let gate = own.every_second_row(0)?;
+        let up = own.every_second_row(1)?;
+        let down = down.expert(index)?;
+        experts.push(expert(json, gate, up, PackedLinear::new(&down.weight, Some(&down.bias))?));
     }
     Ok(experts)
+}
+
+/// Makes an expert of its projections.
+pub fn expert(json: &Value, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> Mlp {
+    let number = |key: &str, default| json[key].as_f64().unwrap_or(default);
+    let alpha = number("swiglu_alpha", 1.702);
+    let limit = number("swiglu_limit", 7.0);
+    Mlp::new(ClampedGlu { gate, up, alpha, limit }, down)
 }
 
 /// The weight (out, in) and the bias (out,) of one expert.

@@ -64,14 +64,15 @@ pub struct Mixture {
 
 /// A mixture of experts.
 pub struct Experts {
-    router: Router,
-    experts: Vec<Mlp>,
-    shared: Option<Mlp>,
-    shared_gate: Option<PackedLinear>,
+    pub router: Router,
+    pub experts: Vec<Mlp>,
+    /// The expert that every token has.
+    pub shared: Option<Mlp>,
+    pub shared_gate: Option<PackedLinear>,
 }
 
 /// The choice of experts for a token.
-struct Router {
+pub struct Router {
     linear: PackedLinear,
     /// A term that is added to the scores to compare experts, and not to their weights. With it scores are sigmoids,
     /// without it a softmax.
@@ -157,17 +158,22 @@ impl Experts {
 
 impl Router {
     fn read(mixture: &Mixture, json: &Value, weights: &Weights) -> Result<Self> {
+        let linear = weights.linear(None)?;
+        let mut correction = None;
+        if weights.contains_tensor("e_score_correction_bias") {
+            let bias = weights.get_unchecked_dtype("e_score_correction_bias", DType::F32)?;
+            correction = Some(bias.reshape(linear.out_dim())?.to_vec1()?);
+        }
+        Self::new(mixture, json, linear, correction)
+    }
+
+    /// Makes a router from its weight and its correction.
+    pub fn new(mixture: &Mixture, json: &Value, linear: PackedLinear, correction: Option<Vec<f32>>) -> Result<Self> {
         // The first name of each field is Kimi Linear's.
         if let Some(other) = json["moe_router_activation_func"].as_str().filter(|&name| name != "sigmoid") {
             bail!("[causal_lm] moe_router_activation_func is {other:?}, expected \"sigmoid\"")
         }
-        let linear = weights.linear(None)?;
         let experts = linear.out_dim();
-        let mut correction = None;
-        if weights.contains_tensor("e_score_correction_bias") {
-            let bias = weights.get_unchecked_dtype("e_score_correction_bias", DType::F32)?;
-            correction = Some(bias.reshape(experts)?.to_vec1()?);
-        }
         let groups = match json["topk_method"].as_str().unwrap_or("greedy") {
             _ if correction.is_some() => Some(Groups::read(json, experts, 2)?),
             "greedy" => None,

@@ -10,6 +10,7 @@ pub mod attention;
 mod block;
 pub mod family;
 pub mod gguf;
+mod gguf_experts;
 mod gpt_oss;
 mod mlp;
 pub mod weights;

@@ -76,6 +76,8 @@ impl Metadata<'_> {
             ("vocab_size", "vocab_size"),
             ("num_local_experts", "expert_count"),
             ("num_experts_per_tok", "expert_used_count"),
+            ("n_group", "expert_group_count"),
+            ("topk_group", "expert_group_used_count"),
         ];
         for (name, key) in others {
             if let Some(size) = self.size_of_part(key)? {

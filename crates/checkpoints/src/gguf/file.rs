@@ -56,7 +56,7 @@ impl<R: Read + Seek> File<'_, R> {
             bail!("[gguf] {name} has shape {:?}, expected (experts, out, in)", info.dims)
         };
         if index >= count {
-            bail!("[gguf] {name} has {count} experts, expected one with the index {index}")
+            bail!("[gguf] {name} has {count} experts, expected an index below {count}, found {index}")
         }
         let whole = Blocks::of(name, &info)?;
         let bytes = whole.bytes / count;

@@ -149,5 +149,11 @@ pub(super) fn deepseek2(metadata: &Metadata, fields: &mut Fields) -> Result<()> 
     if metadata.size("expert_gating_func")? == Some(SOFTMAX) {
         fields.insert("model_type".into(), json!("deepseek_v2"));
     }
+    let scale = metadata.number("expert_weights_scale")?.filter(|&scale| scale != 0.0).unwrap_or(1.0);
+    fields.insert("routed_scaling_factor".into(), json!(scale));
+    fields.insert("norm_topk_prob".into(), json!(metadata.flag("expert_weights_norm")?.unwrap_or(false)));
+    if metadata.size("expert_group_count")?.is_some_and(|groups| groups > 1) {
+        fields.insert("topk_method".into(), json!("group_limited_greedy"));
+    }
     latent(metadata, fields)
 }

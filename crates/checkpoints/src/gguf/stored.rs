@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use candle_core::quantized::{QStorage, QTensor};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
-use candle_attention_modules::ggml::GgmlType;
+use candle_attention_modules::ggml::{GgmlType, Numbers};
 use candle_attention_modules::linear::PackedLinear;
 
 /// The blocks of a tensor. Each row, the numbers of its last dimension, consists of whole blocks.
@@ -52,7 +52,10 @@ impl StoredTensor {
                 drop(self);
                 PackedLinear::from_qtensor(quantized, bias)
             }
-            None => PackedLinear::new(&self.dequantize(device)?.to_dtype(DType::F32)?, bias),
+            None => match self.kind.read(&self.data, self.rows(), self.columns())? {
+                Numbers::Codes(weight) if device.is_cpu() => PackedLinear::from_quantized(&weight, bias),
+                numbers => PackedLinear::new(&numbers.dequantize()?.to_device(device)?, bias),
+            },
         }
     }
 

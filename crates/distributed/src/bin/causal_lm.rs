@@ -23,6 +23,7 @@ use std::process::ExitCode;
 use std::rc::Rc;
 use std::time::Instant;
 
+use candle_attention::gguf;
 use candle_attention::weights::Checkpoint;
 use candle_attention::{AttentionMask, HeadShard, SdpaOptions};
 use candle_attention_distributed::mpi::{self, Mpi};
@@ -87,8 +88,9 @@ fn run_in(args: DistributedArgs, mpi: &Rc<Mpi>) -> Result<()> {
     let tensors = match &files {
         Files::Folder(folder) => format!("{:?}", Checkpoint::open(folder)?.shapes().collect::<Vec<_>>()),
         Files::Gguf(gguf) => {
-            let infos = gguf.content.tensor_infos.iter();
-            format!("{:?}", infos.map(|(name, info)| (name, &info.shape)).collect::<BTreeMap<_, _>>())
+            let names = gguf::tensor_names(&gguf.content);
+            let shapes = names.map(|name| (name, gguf::tensor_info(&gguf.content, name).map(|info| info.dims)));
+            format!("{:?}", shapes.collect::<BTreeMap<_, _>>())
         }
     };
     check_same(&**mpi, "the names and shapes of tensors", tensors.as_bytes())?;
