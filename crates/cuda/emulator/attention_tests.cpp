@@ -220,14 +220,16 @@ static std::vector<Case> list_cases() {
         c.causal = true, c.queries = 150, c.keys = 200, c.has_origins = c.has_dropout_seed = true;
     });
     add("causal, more queries than keys", [](Case& c) { c.causal = true, c.queries = 170, c.keys = 90; });
-    add("causal with an offset", [](Case& c) { c.causal = true, c.has_offset = true, c.offset = 17; });
-    add("causal with offsets and lengths", [](Case& c) {
-        c.causal = c.has_offsets = c.has_lengths = true, c.queries = 160;
+    add("causal with a first position", [](Case& c) {
+        c.causal = true, c.has_first_position = true, c.first_position = 17;
+    });
+    add("causal with first positions and lengths", [](Case& c) {
+        c.causal = c.has_first_positions = c.has_lengths = true, c.queries = 160;
     });
     add("prefixes and starts", [](Case& c) { c.causal = c.has_prefixes = c.has_starts = true; });
     add("window", [](Case& c) { c.causal = true, c.window_left = 20, c.queries = c.keys = 200; });
     add("window on both sides", [](Case& c) { c.window_left = 9, c.window_right = 30, c.queries = 140; });
-    add("chunks", [](Case& c) { c.chunk = 24, c.has_offset = true, c.offset = -30; });
+    add("chunks", [](Case& c) { c.chunk = 24, c.has_first_position = true, c.first_position = -30; });
     add("chunks, causal", [](Case& c) { c.causal = true, c.chunk = 70, c.queries = c.keys = 150; });
     add("intervals of queries", [](Case& c) { c.has_query_intervals = true; });
     add("sinks and lengths", [](Case& c) { c.has_sinks = c.has_lengths = c.has_log_sum_exp_gradient = true; });

@@ -14,7 +14,8 @@ here="$(cd "$(dirname "$0")" && pwd)"
 programs="${CARGO_TARGET_DIR:-$here/../../../target}/emulator"
 headers="$programs/headers"
 mkdir -p "$programs"
-cargo run --quiet --manifest-path "$here/../Cargo.toml" --example specializations -- headers "$headers" || exit 1
+specializations() { cargo run --quiet --manifest-path "$here/../Cargo.toml" --example specializations -- "$@"; }
+specializations headers "$headers" || exit 1
 
 # Forward and decode in f16 with two row tiles; bf16 with odd sizes, one element at a time; f32; both backward passes;
 # each score modifier and each gradient; both reads of 8-bit codes.
@@ -91,33 +92,40 @@ all='
 -DELEMENT=0 -DHEAD_DIM=64 -DKEY_ROW_TILES=2 -DWARPS_PER_KEYS=2 -DKERNEL_SET=5
 '
 
-# Compiles and runs one specialisation.
+# Compiles and runs one specialisation. The argument is its name, then `|`, then all macros.
 test_one() {
-    local macros="$1" program
+    local name="${1%%|*}" macros="${1#*|}" program
     program="$programs/attention_tests_$(md5sum <<<"$macros" | cut -c1-16)"
     if ! "${CXX:-g++}" -std=c++17 -O1 -w -DEMULATOR -I"$here/../kernels" -I"$here" -I"$headers" $macros "$here/attention_tests.cpp" -o "$program"; then
-        echo "$macros: does not compile"
+        echo "$name: does not compile"
         return 1
     fi
     local output status=0
     output="$("$program" 2>&1)" || status=1
-    echo "$macros: $(tail -1 <<<"$output")"
+    echo "$name: $(tail -1 <<<"$output")"
     grep -E 'FAIL |FAULT' <<<"$output"
     return $status
 }
 export -f test_one
 export here programs headers
 
+# Adds to each line on standard input all macros that follow from it.
+complete() {
+    local names
+    names="$(grep -v '^$')"
+    paste -d'|' <(echo "$names") <(specializations options <<<"$names")
+}
+
 case "${1:-}" in
-    --quick) list="$quick" ;;
-    "") list="$quick$all" ;;
-    --tiles) list="$(cat)" ;;
+    --quick) list="$(complete <<<"$quick")" ;;
+    "") list="$(complete <<<"$quick$all")" ;;
+    --tiles) list="$(sed 's/^/a tile|/')" ;;
     --tile)
-        list="$(cat)"
+        list="$(sed 's/^/a tile|/')"
         number=$(cat "$here"/../kernels/* | cksum | cut -d' ' -f1)
         list="$(sed -n "$((number % $(wc -l <<<"$list") + 1))p" <<<"$list")"
         ;;
-    *) list="$(grep -F -e "$1" <<<"$quick$all")" ;;
+    *) list="$(grep -F -e "$1" <<<"$quick$all" | complete)" ;;
 esac
 grep -v '^$' <<<"$list" | xargs -d '\n' -P "${JOBS:-$(nproc)}" -I{} bash -c 'test_one "$1"' _ {}
 status=$?

@@ -45,9 +45,9 @@ struct Case {
     int sequences = 2, heads = 4, key_heads = 2, queries = 100, keys = 130;
     bool causal = false;
     int window_left = -1, window_right = -1, chunk = 0;
-    bool has_offset = false;
-    int offset = 0;
-    bool has_offsets = false, has_lengths = false, has_starts = false, has_prefixes = false;
+    bool has_first_position = false;
+    int first_position = 0;
+    bool has_first_positions = false, has_lengths = false, has_starts = false, has_prefixes = false;
     bool has_query_intervals = false;
     bool is_packed = false;
     bool has_sinks = false, has_log_sum_exp = true, has_log_sum_exp_gradient = false;
@@ -116,7 +116,8 @@ struct Call {
     Rows<Element> k, v;
 #endif
     Buffer<float> log_sum_exp, row_statistics, log_sum_exp_gradient, sinks, slopes, relative_bias;
-    Buffer<int> cumulative_queries, cumulative_keys, offsets, lengths, starts, prefixes, first_keys, end_keys, origins;
+    Buffer<int> cumulative_queries, cumulative_keys, first_positions, lengths, starts, prefixes, first_keys, end_keys,
+        origins;
     Buffer<u32> dropout_seed;
     Scores<Element> element_bias;
     Scores<float> float_bias;
@@ -156,8 +157,8 @@ struct Call {
           relative_bias(size_t(c.heads) * relative_length, "relative_bias"),
           cumulative_queries(c.sequences + 1, "cumulative_queries"),
           cumulative_keys(c.sequences + 1, "cumulative_keys"),
-          offsets(c.sequences, "offsets"), lengths(c.sequences, "key_lengths"), starts(c.sequences, "key_starts"),
-          prefixes(c.sequences, "prefix_lengths"), first_keys(size_t(batches) * query_count, "first_keys"),
+          first_positions(c.sequences, "first_positions"), lengths(c.sequences, "key_lengths"),
+          starts(c.sequences, "key_starts"), prefixes(c.sequences, "prefix_lengths"), first_keys(size_t(batches) * query_count, "first_keys"),
           end_keys(size_t(batches) * query_count, "end_keys"), origins(c.sequences, "relative_bias_origins"),
           dropout_seed(2, "dropout_seed"), element_bias(c, ALIGNED_BIAS, "bias"), float_bias(c, ALIGNED_BIAS, "bias"),
           boolean_mask(c, ALIGNED_BOOLEAN_MASK, "boolean_mask") {
@@ -211,7 +212,8 @@ struct Call {
         return dropout_word(dropout, first_query(b) + query, first_key(b) + key) < arguments.dropout_threshold;
     }
     int position(int b, int query) const {
-        return query + (c.has_offsets ? offsets[b] : c.has_offset ? c.offset : keys_of(b) - queries_of(b));
+        if (c.has_first_positions) return query + first_positions[b];
+        return query + (c.has_first_position ? c.first_position : keys_of(b) - queries_of(b));
     }
     int origin(int b) const { return c.has_origins ? origins[b] : most_queries - 1; }
     Keys attended(int b, int query) const;
@@ -233,7 +235,7 @@ inline void Call::protect_inputs() {
     const AttentionArguments& a = arguments;
     const void* inputs[] = {a.queries, a.keys, a.values, a.key_scales, a.value_scales, a.bias, a.boolean_mask,
                             a.alibi_slopes, a.relative_bias, a.relative_bias_origins, a.sinks, a.dropout_seed,
-                            a.cumulative_queries, a.cumulative_keys, a.offsets, a.key_lengths, a.key_starts,
+                            a.cumulative_queries, a.cumulative_keys, a.first_positions, a.key_lengths, a.key_starts,
                             a.prefix_lengths, a.first_keys, a.end_keys, a.output_gradient, a.log_sum_exp_gradient};
     for (const void* input : inputs)
         if (input) emulator::protect(input);
@@ -294,7 +296,7 @@ inline void Call::draw_large_biases() {
 inline void Call::draw_masks() {
     for (int b = 0; b <= c.sequences; b++) cumulative_queries[b] = query_starts[b], cumulative_keys[b] = key_starts[b];
     for (int b = 0; b < c.sequences; b++) {
-        offsets[b] = below(40) - 10;
+        first_positions[b] = below(40) - 10;
         lengths[b] = b == 0 ? keys_of(b) * 2 / 3 : keys_of(b) - b;
         starts[b] = b == 0 ? 3 : keys_of(b) / 3;
         prefixes[b] = keys_of(b) / 2 + b;
@@ -348,14 +350,14 @@ inline void Call::describe() {
     if (c.has_origins) a.relative_bias_origins = origins.data;
     if (c.has_sinks) a.sinks = sinks.data;
     if (c.is_packed) a.cumulative_queries = cumulative_queries.data, a.cumulative_keys = cumulative_keys.data;
-    if (c.has_offsets) a.offsets = offsets.data;
+    if (c.has_first_positions) a.first_positions = first_positions.data;
     if (c.has_lengths) a.key_lengths = lengths.data;
     if (c.has_starts) a.key_starts = starts.data;
     if (c.has_prefixes) a.prefix_lengths = prefixes.data;
     if (c.has_query_intervals) a.first_keys = first_keys.data, a.end_keys = end_keys.data;
     a.sequences = c.sequences, a.heads = c.heads, a.key_heads = c.key_heads;
     a.query_count = query_count, a.key_count = key_count;
-    a.has_offset = c.has_offset, a.offset = c.offset, a.causal = c.causal;
+    a.has_first_position = c.has_first_position, a.first_position = c.first_position, a.causal = c.causal;
     a.window_left = c.window_left, a.window_right = c.window_right, a.chunk = c.chunk;
     a.splits = c.splits, a.section_heads = 1 + below(3);
     a.scale = float(c.scale), a.softcap = float(SOFTCAP);

@@ -1,6 +1,5 @@
 // The attention kernels of one specialisation, as one translation unit.
 #include "specialization.cuh"
-#include "shared_layout.cuh"
 #include "device.cuh"
 #include "attention_arguments.cuh"
 #include "products.cuh"

@@ -8,7 +8,6 @@
 // With FUSED_BACKWARD, a block also adds its part to the gradient of each tile of queries (query_gradients.cuh).
 #pragma once
 #include "specialization.cuh"
-#include "shared_layout.cuh"
 #include "device.cuh"
 #include "attention_arguments.cuh"
 #include "products.cuh"
@@ -22,7 +21,7 @@
 #include "modifier_gradients.cuh"
 #include "query_gradients.cuh"
 
-#if KERNEL_SET & 4
+#if KERNEL_SET & BACKWARD_KERNELS
 // The numbers of two neighbouring queries.
 struct QueryPair {
     RowStatistics statistics[2];
@@ -103,7 +102,7 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
                                  behind_softcap[e]);
                 if (SLOPE_GRADIENT)
                     modifier_gradients.slope -=
-                        behind_softcap[e] * absolute((float)(sequence.offset + query - key));
+                        behind_softcap[e] * absolute((float)(sequence.first_position + query - key));
                 if (HAS_SOFTCAP) gradient *= 1.0f - tanh * tanh;
                 if (HAS_DROPOUT) weight *= kept;
                 products[n][c][e] = is_hidden ? 0.0f : weight;

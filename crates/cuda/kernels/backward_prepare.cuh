@@ -2,13 +2,12 @@
 // of keys of queries and of tiles of queries.
 #pragma once
 #include "specialization.cuh"
-#include "shared_layout.cuh"
 #include "device.cuh"
 #include "attention_arguments.cuh"
 #include "loads.cuh"
 #include "masks.cuh"
 
-#if KERNEL_SET & 4
+#if KERNEL_SET & BACKWARD_KERNELS
 // delta: the sum of output * output_gradient over a row, less the gradient of the log-sum-exp. The gradient of a score
 // is its weight times the difference of the weight's gradient and delta.
 KERNEL(attention_backward_delta, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
@@ -38,11 +37,11 @@ KERNEL(attention_backward_tiles, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
     const int first_query = tile * BACKWARD_QUERIES;
     const Sequence sequence = load_sequence(arguments, index);
     const TileInterval keys = store_intervals<BACKWARD_QUERIES, SMALL_BLOCK_THREADS>(
-        arguments, sequence, index, first_query, 0, BACKWARD_QUERIES * 8, thread);
+        arguments, sequence, index, first_query, TILES_INTERVALS_AT, TILES_WARP_INTERVALS_AT, thread);
     const i64 row = (i64)sequence.batch * arguments.query_count + sequence.first_query + first_query;
     for (int n = thread; n < BACKWARD_QUERIES; n += SMALL_BLOCK_THREADS)
         if (first_query + n < sequence.query_count)
-            store_global(arguments.query_intervals + row + n, load_shared<int2>(8 * n));
+            store_global(arguments.query_intervals + row + n, load_shared<int2>(TILES_INTERVALS_AT + 8 * n));
     if (thread != 0) return;
     int4 of_tile;
     of_tile.x = keys.first, of_tile.y = keys.end, of_tile.z = keys.common_first, of_tile.w = keys.common_end;

@@ -5,7 +5,6 @@
 // does this instead.
 #pragma once
 #include "specialization.cuh"
-#include "shared_layout.cuh"
 #include "device.cuh"
 #include "attention_arguments.cuh"
 #include "products.cuh"
@@ -16,7 +15,7 @@
 #include "query_block.cuh"
 #include "softmax.cuh"
 
-#if (KERNEL_SET & 4) && !FUSED_BACKWARD
+#if (KERNEL_SET & BACKWARD_KERNELS) && !FUSED_BACKWARD
 #define QUERY_KEY_TILES (QUERY_KEYS / 8)
 typedef float QueryScores[QUERY_ROW_TILES][QUERY_KEY_TILES][4];
 

@@ -8,7 +8,7 @@
 #include "masks.cuh"
 #include "softmax.cuh"
 
-#if KERNEL_SET & 2
+#if KERNEL_SET & DECODE_KERNELS
 // Columns of the output of a lane.
 #define COMBINE_COLUMNS ((VALUE_DIM + 31) / 32)
 

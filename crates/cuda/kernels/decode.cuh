@@ -6,7 +6,6 @@
 // combined in shared memory, and those of the splits by the kernel attention_combine.
 #pragma once
 #include "specialization.cuh"
-#include "shared_layout.cuh"
 #include "device.cuh"
 #include "attention_arguments.cuh"
 #include "products.cuh"
@@ -16,7 +15,7 @@
 #include "modifiers.cuh"
 #include "softmax.cuh"
 
-#if KERNEL_SET & 2
+#if KERNEL_SET & DECODE_KERNELS
 #define DECODE_KEY_TILES (DECODE_KEYS / 8)
 #define DECODE_KEY_BYTES (KEY_CODES ? 1 : ELEMENT_BYTES)
 

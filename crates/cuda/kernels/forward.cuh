@@ -6,7 +6,6 @@
 // keys of the next tile while the output is; with two stages the whole next tile arrives.
 #pragma once
 #include "specialization.cuh"
-#include "shared_layout.cuh"
 #include "device.cuh"
 #include "attention_arguments.cuh"
 #include "products.cuh"
@@ -18,7 +17,7 @@
 #include "query_block.cuh"
 #include "softmax.cuh"
 
-#if KERNEL_SET & 1
+#if KERNEL_SET & FORWARD_KERNELS
 // Weights of f16 codes must not exceed 1: they are multiplied by scales.
 #define FORWARD_IS_LAZY (!(KEY_CODES && ELEMENT == 0))
 #define FORWARD_KEY_TILES (FORWARD_KEYS / 8)

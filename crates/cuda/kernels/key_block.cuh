@@ -1,7 +1,6 @@
 // A block of the backward kernel of keys: its keys, and the tiles of queries that attend to any of them.
 #pragma once
 #include "specialization.cuh"
-#include "shared_layout.cuh"
 #include "device.cuh"
 #include "attention_arguments.cuh"
 #include "loads.cuh"
@@ -11,7 +10,7 @@
 #include "softmax.cuh"
 #include "backward_prepare.cuh"
 
-#if KERNEL_SET & 4
+#if KERNEL_SET & BACKWARD_KERNELS
 #define WARP_QUERIES (BACKWARD_QUERIES / WARPS_PER_KEYS)       // whose scores a warp computes
 #define WARP_HEAD_COLUMNS (HEAD_COLUMNS / WARPS_PER_KEYS)      // of the gradient of the keys, of a warp
 #define WARP_VALUE_COLUMNS (VALUE_COLUMNS / WARPS_PER_KEYS)

@@ -11,7 +11,7 @@ struct Sequence {
     int key_count;
     int first_query;  // its first rows in tensors of packed sequences; otherwise 0
     int first_key;
-    int offset;       // the position of its query 0 among its keys
+    int first_position; // of its query 0 among its keys
 };
 
 DEVICE Sequence load_sequence(const AttentionArguments& arguments, int index) {
@@ -27,9 +27,9 @@ DEVICE Sequence load_sequence(const AttentionArguments& arguments, int index) {
         sequence.first_query = sequence.first_key = 0;
         sequence.query_count = arguments.query_count, sequence.key_count = arguments.key_count;
     }
-    sequence.offset = arguments.offsets      ? load_global(arguments.offsets + index)
-                      : arguments.has_offset ? arguments.offset
-                                             : sequence.key_count - sequence.query_count;
+    sequence.first_position = arguments.first_positions      ? load_global(arguments.first_positions + index)
+                              : arguments.has_first_position ? arguments.first_position
+                                                             : sequence.key_count - sequence.query_count;
     return sequence;
 }
 
@@ -58,7 +58,7 @@ DEVICE void attended_keys(const AttentionArguments& arguments, const Sequence& s
     first = 0, end = sequence.key_count;
     if (arguments.key_lengths) end = smaller(end, load_global(arguments.key_lengths + index));
     if (arguments.key_starts) first = larger(first, load_global(arguments.key_starts + index));
-    const int position = query + sequence.offset;
+    const int position = query + sequence.first_position;
     if (arguments.causal) {
         const int prefix = arguments.prefix_lengths ? load_global(arguments.prefix_lengths + index) : 0;
         end = smaller(end, larger(position + 1, prefix));

@@ -5,14 +5,13 @@
 // of its diagonals.
 #pragma once
 #include "specialization.cuh"
-#include "shared_layout.cuh"
 #include "device.cuh"
 #include "attention_arguments.cuh"
 #include "loads.cuh"
 #include "modifiers.cuh"
 #include "key_block.cuh"
 
-#if KERNEL_SET & 4
+#if KERNEL_SET & BACKWARD_KERNELS
 // Sums of a thread for the head that is worked on.
 struct ModifierGradients {
     float slope;

@@ -6,7 +6,7 @@
 #include "attention_arguments.cuh"
 #include "softmax.cuh"
 
-#if KERNEL_SET & 4
+#if KERNEL_SET & BACKWARD_KERNELS
 // The sum over the threads of a small block, in thread 0. Needs 16 bytes of shared memory, and is called once.
 DEVICE float small_block_sum(float x, int thread) {
     x = warp_sum(x);

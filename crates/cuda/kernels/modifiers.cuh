@@ -14,7 +14,7 @@ struct ScoreModifiers {
     float scale;                 // of products
     float cap;                   // the softcap
     float slope;                 // ALiBi
-    int position;                // of query 0, from which ALiBi counts
+    int first_position;          // of query 0, from which ALiBi counts
     const float* relative_bias;  // of the head
     int relative_origin;         // entry (relative_origin + key - query) is added
     int relative_length;
@@ -33,7 +33,7 @@ DEVICE ScoreModifiers load_modifiers(const AttentionArguments& arguments, const 
     ScoreModifiers modifiers;
     modifiers.scale = HAS_SOFTCAP ? arguments.scale / arguments.softcap : arguments.scale * SCORE_UNIT;
     modifiers.cap = arguments.softcap * SCORE_UNIT;
-    modifiers.position = sequence.offset;
+    modifiers.first_position = sequence.first_position;
     if (HAS_ALIBI) modifiers.slope = load_global(arguments.alibi_slopes + head) * SCORE_UNIT;
     if (HAS_RELATIVE_BIAS) {
         modifiers.relative_bias = arguments.relative_bias + index * arguments.relative_bias_sequence_stride +
@@ -67,7 +67,7 @@ DEVICE float modify_score(const ScoreModifiers& modifiers, float product, int qu
         score = tanh * modifiers.cap;
     }
     if (HAS_ALIBI)
-        score = fused_multiply_add(-modifiers.slope, absolute((float)(modifiers.position + query - key)), score);
+        score = fused_multiply_add(-modifiers.slope, absolute((float)(modifiers.first_position + query - key)), score);
     if (HAS_RELATIVE_BIAS) score = fused_multiply_add(relative_bias_of(modifiers, query, key), SCORE_UNIT, score);
     return score;
 }

@@ -5,8 +5,8 @@
 //
 // Grid of norm_forward and norm_backward: ceil(B * T * H * row_warps / ROW_NORM_WARPS), of norm_parameter_gradients:
 // (ceil(D / ROW_NORM_COLUMNS), parts, 1, or H with weights of heads), of norm_sum_parameters: ceil(number of weights /
-// ROW_NORM_COLUMNS). Threads: ROW_NORM_WARPS * 32 in the first two, ROW_NORM_COLUMNS in the others. Shared memory of the first two:
-// ROW_NORM_SHARED bytes.
+// ROW_NORM_COLUMNS). Threads: ROW_NORM_WARPS * 32 in the first two, ROW_NORM_COLUMNS in the others. Shared memory of the
+// first two: ROW_NORM_SHARED bytes.
 #pragma once
 
 #include "norm_arguments.cuh"

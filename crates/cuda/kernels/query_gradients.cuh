@@ -5,7 +5,6 @@
 // with smaller indices only, which the machine starts first.
 #pragma once
 #include "specialization.cuh"
-#include "shared_layout.cuh"
 #include "device.cuh"
 #include "attention_arguments.cuh"
 #include "products.cuh"
@@ -14,7 +13,7 @@
 #include "backward_prepare.cuh"
 #include "key_block.cuh"
 
-#if KERNEL_SET & 4
+#if KERNEL_SET & BACKWARD_KERNELS
 // The turn that a block passes on once all its threads have added.
 struct QueryGradientTurn {
     int* at;

@@ -49,8 +49,8 @@ kernel_struct! {
         pub cumulative_queries: Input<i32>,
         /// (B + 1): the same of keys; null exactly if cumulative_queries is.
         pub cumulative_keys: Input<i32>,
-        /// (B): the position of query 0 among the keys; replaces `offset`. May be null.
-        pub offsets: Input<i32>,
+        /// (B): the position of query 0 among the keys; replaces `first_position`. May be null.
+        pub first_positions: Input<i32>,
         /// (B): keys at and past the length are masked. May be null.
         pub key_lengths: Input<i32>,
         /// (B): keys before the start are masked. May be null.
@@ -144,9 +144,9 @@ kernel_struct! {
         pub key_count: i32,
         // ---- masks ----
         /// 0: the last query is at the last key of its sequence.
-        pub has_offset: i32,
-        /// The position of query 0 among the keys, if has_offset; may be negative.
-        pub offset: i32,
+        pub has_first_position: i32,
+        /// The position of query 0 among the keys, if has_first_position; may be negative.
+        pub first_position: i32,
         /// 1: keys after the position of a query are masked.
         pub causal: i32,
         /// Keys more than this before the position are masked; -1 for no bound.
@@ -201,4 +201,8 @@ kernel_struct! {
         /// The fourth size of `bias_gradient`: T_kv or 1.
         pub bias_keys: i32,
     }
+    /// The pairs of a query and a head that a block of the decode kernel works on.
+    pub(crate) const DECODE_ROWS: usize = 16;
+    /// The threads of a block of the kernels without products.
+    pub(crate) const SMALL_BLOCK_THREADS: usize = 128;
 }

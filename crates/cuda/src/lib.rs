@@ -3,7 +3,7 @@
 mod arguments;
 mod attention;
 mod capability;
-mod catalogue;
+mod ci_programs;
 #[cfg(any(feature = "cuda", test))]
 mod compile;
 #[cfg(test)]
@@ -40,7 +40,7 @@ pub use attention::{
     ScoreModifiers, is_available,
 };
 pub use capability::{Capability, Limits};
-pub use catalogue::{CatalogueEntry, CatalogueKernel};
+pub use ci_programs::{CiKernel, CiProgram};
 pub use delta::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};
 pub use device::launches_of_thread;
 #[cfg(feature = "emulator")]
@@ -55,16 +55,23 @@ pub use warnings::warn_of_each_text;
 
 /// Returns the programs that continuous integration compiles for a device with some limits: the ones that it would run
 /// for the usual head dimensions and each score modifier.
-pub fn catalogue(limits: &Limits) -> Vec<CatalogueEntry> {
+pub fn ci_programs(limits: &Limits) -> Vec<CiProgram> {
     [attention::entries(limits), delta::entries(limits), rows::entries()].concat()
 }
 
 /// Returns the macros of programs that together have every row of the tables of tiles, as options of a C++ compiler.
 /// The tests on the emulator run them, since a device takes the first row that fits it.
 pub fn options_of_every_tile() -> Vec<Vec<String>> {
-    // What is 0 is so by default.
-    let is_needed = |option: &String| !option.ends_with("=0") || option.starts_with("-DELEMENT");
-    tiles::programs_of_every_row().iter().map(|program| program.define_options().filter(is_needed).collect()).collect()
+    tiles::programs_of_every_row().iter().map(|program| program.define_options().collect()).collect()
+}
+
+/// Returns all macros of the attention program with some constants, such as `-DHEAD_DIM=64 -DFORWARD_WARPS=2`, as
+/// options of a C++ compiler. Constants that are not given have a default. The tests on the emulator run such programs.
+///
+/// # Errors
+/// For a constant that does not exist, and for some that kernels cannot have together.
+pub fn all_options(given: &str) -> Result<Vec<String>, String> {
+    Ok(tiles::program_of_options(given)?.define_options().collect())
 }
 
 /// Writes the headers of the kernels that are printed from structs in Rust into a folder, which is made if necessary. A
@@ -75,7 +82,7 @@ pub fn options_of_every_tile() -> Vec<Vec<String>> {
 pub fn write_headers(folder: &Path) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     let smallest = Limits::of_capability(Capability { major: 8, minor: 0 });
-    for header in catalogue(&smallest).iter().flat_map(CatalogueEntry::headers) {
+    for header in ci_programs(&smallest).iter().flat_map(CiProgram::headers) {
         fs::write(folder.join(header.name), header.text)?;
     }
     Ok(())

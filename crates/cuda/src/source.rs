@@ -59,7 +59,6 @@ const FILES: &[SourceFile] = source_files![
     "quantize_rows.cu",
     "rotation.cu",
     "row_elements.cuh",
-    "shared_layout.cuh",
     "softmax.cuh",
     "specialization.cuh",
     "tf32_products.cuh",

@@ -112,11 +112,16 @@ impl Specialization {
         self.element == Element::F32 || self.bias.is_some() || self.relative_bias
     }
 
-    /// Returns the bytes of an element of the bias; 0 without a bias.
+    /// Returns whether more is done to a product than a multiplication by a scale above 0.
+    fn modifies_scores(&self) -> bool {
+        let has_modifier = self.softcap || self.alibi || self.relative_bias || self.bias.is_some();
+        has_modifier || self.key_codes || !self.positive_scale
+    }
+
+    /// Returns the bytes of an element of the bias, or of the queries without a bias.
     pub fn bias_bytes(&self) -> usize {
         match self.bias {
-            None => 0,
-            Some(BiasElement::Element) => self.element.bytes(),
+            None | Some(BiasElement::Element) => self.element.bytes(),
             Some(BiasElement::F32) => 4,
         }
     }
@@ -130,7 +135,7 @@ impl Specialization {
             Some(BiasElement::Element) => 1,
             Some(BiasElement::F32) => 2,
         };
-        let mut defines = vec![
+        vec![
             self.element.define(),
             define("HEAD_DIM", self.head_dim as i64),
             define("VALUE_DIM", self.value_dim as i64),
@@ -147,10 +152,14 @@ impl Specialization {
             flag("ALIGNED_ROWS", self.alignment.rows),
             flag("ALIGNED_BIAS", self.alignment.bias),
             flag("ALIGNED_BOOLEAN_MASK", self.alignment.boolean_mask),
-        ];
-        if !self.positive_scale {
-            defines.push(define("MODIFIES_SCORES", 1));
-        }
-        defines
+            flag("MODIFIES_SCORES", self.modifies_scores()),
+            flag("NATURAL_SCORES", self.has_natural_scores()),
+            define("ELEMENT_BYTES", self.element.bytes() as i64),
+            define("BIAS_BYTES", self.bias_bytes() as i64),
+            define("HEAD_COLUMNS", self.head_columns() as i64),
+            define("VALUE_COLUMNS", self.value_columns() as i64),
+            define("HEAD_PITCH", self.head_pitch() as i64),
+            define("VALUE_PITCH", self.value_pitch() as i64),
+        ]
     }
 }

@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::call::{AttentionCall, DropoutSeed, FirstPosition, OutputLayout};
-use super::sizes::{Sizes, distance_bound};
+use super::checks::{Sizes, distance_bound};
 use crate::arguments::AttentionArguments;
 use crate::device::Operands;
 use crate::kernel_pointers::{RowStrides, ScoreStrides};
@@ -48,7 +48,7 @@ impl AttentionCall {
             dropout_seed: operands.optional_input("the seed of dropout", seed)?,
             cumulative_queries: operands.optional_input("cu_seqlens_q", packed.map(|packed| &packed.cu_seqlens_q))?,
             cumulative_keys: operands.optional_input("cu_seqlens_kv", packed.map(|packed| &packed.cu_seqlens_kv))?,
-            offsets: operands.optional_input("the positions of query 0", first_positions)?,
+            first_positions: operands.optional_input("the positions of query 0", first_positions)?,
             key_lengths: operands.optional_input("lengths", keys.lengths.as_ref())?,
             key_starts: operands.optional_input("starts", keys.starts.as_ref())?,
             prefix_lengths: operands.optional_input("prefixes", keys.prefixes.as_ref())?,
@@ -91,8 +91,8 @@ impl AttentionCall {
 
         let Self { keys, scores, .. } = self;
         if let FirstPosition::Same(position) = keys.first_position {
-            arguments.has_offset = 1;
-            arguments.offset = position;
+            arguments.has_first_position = 1;
+            arguments.first_position = position;
         }
         arguments.causal = keys.causal.into();
         arguments.window_left = distance_bound(keys.left);

@@ -4,8 +4,8 @@ use candle_core::{DType, Result, Shape};
 
 use super::arguments::{alignment, layout_strides};
 use super::call::{AttentionCall, ForwardOutput, OutputLayout, RequestedResults};
+use super::checks::Sizes;
 use super::plan::ForwardChoice;
-use super::sizes::Sizes;
 use crate::arguments::AttentionArguments;
 use crate::device::{Buffer, Grid, KernelDevice, Launch, Operands, TensorLocks};
 use crate::kernel_pointers::RowStrides;

@@ -3,10 +3,10 @@
 mod arguments;
 mod backward;
 mod call;
-mod catalogue;
+mod checks;
+mod ci_programs;
 mod forward;
 mod plan;
-mod sizes;
 
 use crate::arguments::AttentionArguments;
 use crate::device::KernelArguments;
@@ -14,7 +14,7 @@ use crate::device::KernelArguments;
 // SAFETY: the passes take addresses from operands, and sizes and strides from the checks of `AttentionCall::sizes`.
 unsafe impl KernelArguments for AttentionArguments {}
 
-pub(crate) use catalogue::entries;
+pub(crate) use ci_programs::entries;
 
 pub use call::{
     AttentionCall, BackwardInputs, Dropout, DropoutSeed, FirstPosition, ForwardOutput, Gradients, Intervals, KeyRanges,

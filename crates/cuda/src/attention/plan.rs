@@ -5,7 +5,7 @@ use std::fmt;
 use candle_core::Device;
 
 use super::call::{AttentionCall, RequestedGradients};
-use super::sizes::Sizes;
+use super::checks::Sizes;
 use crate::capability::Limits;
 use crate::device::KernelDevice;
 use crate::specialization::{Alignment, ModifierGradients, Specialization};

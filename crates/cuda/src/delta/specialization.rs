@@ -4,7 +4,7 @@ use candle_core::DType;
 
 use super::arguments::DeltaArguments;
 use crate::capability::Limits;
-use crate::catalogue::CatalogueEntry;
+use crate::ci_programs::CiProgram;
 use crate::device::{Grid, Launch};
 use crate::element::Element;
 use crate::kernel_struct::KernelStruct;
@@ -230,7 +230,7 @@ impl DeltaSpecialization {
 }
 
 /// Returns the programs that a device runs for the usual widths.
-pub(crate) fn entries(limits: &Limits) -> Vec<CatalogueEntry> {
+pub(crate) fn entries(limits: &Limits) -> Vec<CiProgram> {
     let mut entries = Vec::new();
     for element in Element::ALL {
         for (d_k, d_v) in [(64, 64), (128, 128), (256, 256), (75, 33)] {
@@ -241,7 +241,7 @@ pub(crate) fn entries(limits: &Limits) -> Vec<CatalogueEntry> {
                 let pass = if is_backward { "backward" } else { "forward" };
                 let is_quick = is_backward && d_k == 128;
                 let name = format!("delta {pass} {} d{d_k} {d_v}", element.name());
-                entries.push(CatalogueEntry::new(&own.program(), name, is_quick, own.kernels()));
+                entries.push(CiProgram::new(&own.program(), name, is_quick, own.kernels()));
             }
         }
     }

@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Storage, Tensor, bail};
 
 use super::outline::{self, RowsCall, Run};
-use crate::catalogue::CatalogueEntry;
+use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
 use crate::element::Element;
 use crate::kernel_pointers::{Elements, Input, Output};
@@ -302,12 +302,12 @@ fn constants(width: usize) -> Vec<Define> {
 }
 
 /// Returns the programs of the usual number of taps.
-pub(super) fn entries() -> Vec<CatalogueEntry> {
+pub(super) fn entries() -> Vec<CiProgram> {
     let mut entries = Vec::new();
     for element in Element::ALL {
         let name = format!("convolution {} k4", element.name());
         let program = outline::program::<ConvolutionCall>(element, constants(4));
-        entries.push(CatalogueEntry::new(&program, name, true, vec![FORWARD, BACKWARD, SUM]));
+        entries.push(CiProgram::new(&program, name, true, vec![FORWARD, BACKWARD, SUM]));
     }
     entries
 }

@@ -5,7 +5,7 @@ use candle_core::{Result, Storage, Tensor};
 use super::activation::Activation;
 use super::outline::{self, RowsCall, Run};
 use super::{RowsShape, row_strides};
-use crate::catalogue::CatalogueEntry;
+use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
 use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
 use crate::kernel_struct::kernel_struct;
@@ -212,6 +212,6 @@ fn launch(kernel: KernelShape, shape: GateShape) -> Launch {
 }
 
 /// Returns the programs of all element types.
-pub(super) fn entries() -> Vec<CatalogueEntry> {
+pub(super) fn entries() -> Vec<CiProgram> {
     outline::entries_of::<GateCall>("gate", &[FORWARD, BACKWARD])
 }

@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Storage, Tensor};
 use super::activation::Activation;
 use super::outline::{self, RowsCall, Run};
 use super::{RowsShape, row_strides};
-use crate::catalogue::CatalogueEntry;
+use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
 use crate::element::Element;
 use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
@@ -234,7 +234,7 @@ fn constants(width: usize) -> Vec<Define> {
 }
 
 /// Returns the programs of the usual sizes of rows.
-pub(super) fn entries() -> Vec<CatalogueEntry> {
+pub(super) fn entries() -> Vec<CiProgram> {
     let mut entries = Vec::new();
     for element in Element::ALL {
         for width in [64, 128, 256] {
@@ -242,7 +242,7 @@ pub(super) fn entries() -> Vec<CatalogueEntry> {
             let kernels = vec![forward_launch(shape).kernel_shape(), backward_launch(shape).kernel_shape(), SUM];
             let name = format!("gated norm {} d{width}", element.name());
             let program = outline::program::<GatedNormCall>(element, constants(width));
-            entries.push(CatalogueEntry::new(&program, name, width == 128, kernels));
+            entries.push(CiProgram::new(&program, name, width == 128, kernels));
         }
     }
     entries

@@ -4,7 +4,7 @@ use candle_core::{Result, Storage, Tensor};
 
 use super::activation::Activation;
 use super::outline::{self, RowsCall, Run};
-use crate::catalogue::CatalogueEntry;
+use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
 use crate::element::Element;
 use crate::kernel_pointers::{Elements, Input, Output};
@@ -254,14 +254,14 @@ fn kernel(rows: usize) -> KernelShape {
 }
 
 /// Returns the programs of all element types and numbers of rows.
-pub(super) fn entries() -> Vec<CatalogueEntry> {
+pub(super) fn entries() -> Vec<CiProgram> {
     let mut entries = Vec::new();
     for element in Element::ALL {
         for rows in ROWS {
             let name = format!("linear rows {}, {rows}", element.name());
             let is_quick = rows == 1 || rows == LinearRowsCall::MAX_ROWS;
             let program = outline::program::<LinearRowsCall>(element, constants(rows));
-            entries.push(CatalogueEntry::new(&program, name, is_quick, vec![kernel(rows)]));
+            entries.push(CiProgram::new(&program, name, is_quick, vec![kernel(rows)]));
         }
     }
     entries

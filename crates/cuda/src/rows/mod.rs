@@ -24,12 +24,12 @@ pub use rotation::{AngleRows, RotationCall};
 
 use candle_core::Tensor;
 
-use crate::catalogue::CatalogueEntry;
+use crate::ci_programs::CiProgram;
 use crate::kernel_pointers::RowStrides;
 use crate::unsupported::Unsupported;
 
 /// Returns the programs that devices run for the usual sizes.
-pub(crate) fn entries() -> Vec<CatalogueEntry> {
+pub(crate) fn entries() -> Vec<CiProgram> {
     let all = [
         convolution::entries(),
         delta_gates::entries(),

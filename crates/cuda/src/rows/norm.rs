@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Storage, Tensor};
 
 use super::outline::{self, RowsCall, Run};
 use super::{RowsShape, row_strides};
-use crate::catalogue::CatalogueEntry;
+use crate::ci_programs::CiProgram;
 use crate::device::{Buffer, Grid, KernelArguments, Launch, Operands, TensorLocks};
 use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
 use crate::kernel_struct::kernel_struct;
@@ -289,7 +289,7 @@ fn row_launch(kernel: &'static str, shape: RowsShape) -> Launch {
 }
 
 /// Returns the programs of all element types.
-pub(super) fn entries() -> Vec<CatalogueEntry> {
+pub(super) fn entries() -> Vec<CiProgram> {
     let kernels = [row_kernel("norm_forward"), row_kernel("norm_backward"), PARAMETER_GRADIENTS, PARAMETER_SUMS];
     outline::entries_of::<NormCall>("norm", &kernels)
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor, bail};
 
-use crate::catalogue::CatalogueEntry;
+use crate::ci_programs::CiProgram;
 use crate::device::{Buffer, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, TensorLocks};
 use crate::element::Element;
 use crate::kernel_struct::KernelStruct;
@@ -83,11 +83,11 @@ pub(super) fn program<C: RowsCall>(element: Element, constants: Vec<Define>) -> 
 }
 
 /// Returns the programs of kernels without other constants, for all element types.
-pub(super) fn entries_of<C: RowsCall>(name: &str, kernels: &[KernelShape]) -> Vec<CatalogueEntry> {
+pub(super) fn entries_of<C: RowsCall>(name: &str, kernels: &[KernelShape]) -> Vec<CiProgram> {
     let mut entries = Vec::new();
     for element in Element::ALL {
         let program = program::<C>(element, Vec::new());
-        entries.push(CatalogueEntry::new(&program, format!("{name} {}", element.name()), true, kernels.to_vec()));
+        entries.push(CiProgram::new(&program, format!("{name} {}", element.name()), true, kernels.to_vec()));
     }
     entries
 }

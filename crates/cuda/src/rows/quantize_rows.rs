@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::outline::{self, RowsCall, Run};
-use crate::catalogue::CatalogueEntry;
+use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, TensorLocks};
 use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
 use crate::kernel_struct::kernel_struct;
@@ -153,6 +153,6 @@ fn launch(shape: CodesShape) -> Launch {
 }
 
 /// Returns the programs of all element types.
-pub(super) fn entries() -> Vec<CatalogueEntry> {
+pub(super) fn entries() -> Vec<CiProgram> {
     outline::entries_of::<QuantizeRowsCall>("quantize_rows", &[KERNEL])
 }

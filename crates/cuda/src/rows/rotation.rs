@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 
 use super::outline::{self, RowsCall, Run};
 use super::row_strides;
-use crate::catalogue::CatalogueEntry;
+use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
 use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
 use crate::kernel_struct::kernel_struct;
@@ -217,6 +217,6 @@ fn launch(shape: RotationShape) -> Launch {
 }
 
 /// Returns the programs of all element types.
-pub(super) fn entries() -> Vec<CatalogueEntry> {
+pub(super) fn entries() -> Vec<CiProgram> {
     outline::entries_of::<RotationCall>("rotation", &[KERNEL])
 }

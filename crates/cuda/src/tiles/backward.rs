@@ -1,6 +1,8 @@
 //! Tiles of the backward kernels.
 
-use super::{SMALL_BLOCK_THREADS, SMALL_BLOCK_WARPS, Width, no_tile};
+use super::shared_layout::SharedLayout;
+use super::{KernelSet, SMALL_BLOCK_WARPS, Width, no_tile};
+use crate::arguments::SMALL_BLOCK_THREADS;
 use crate::element::Element;
 use crate::program::{Define, KernelShape, Program};
 use crate::specialization::Specialization;
@@ -60,53 +62,113 @@ pub(crate) struct QueryTile {
 /// The shared memory of a kernel that sums over the warps of a block.
 const SUM_BYTES: usize = SMALL_BLOCK_WARPS * size_of::<f32>();
 
-const fn key_tile(warps: usize, row_tiles: usize, warps_per_keys: usize, queries: usize) -> KeyTile {
-    KeyTile { warps, row_tiles, warps_per_keys, queries }
-}
-
-const fn fused(keys: KeyTile, row_warps: usize) -> BackwardTile {
-    BackwardTile { keys, queries: QueryGradient::Fused { row_warps } }
-}
-
-const fn separate(keys: KeyTile, warps: usize, row_tiles: usize, query_keys: usize) -> BackwardTile {
-    BackwardTile { keys, queries: QueryGradient::Separate(QueryTile { warps, row_tiles, keys: query_keys }) }
-}
-
 /// Tiles in 16 bits, the fastest first.
-const NARROW: &[BackwardTile] = &[separate(key_tile(4, 2, 1, 48), 4, 2, 64), separate(key_tile(4, 1, 1, 32), 4, 1, 32)];
+const NARROW: &[BackwardTile] = &[
+    BackwardTile {
+        keys: KeyTile { warps: 4, row_tiles: 2, warps_per_keys: 1, queries: 48 },
+        queries: QueryGradient::Separate(QueryTile { warps: 4, row_tiles: 2, keys: 64 }),
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 4, row_tiles: 1, warps_per_keys: 1, queries: 32 },
+        queries: QueryGradient::Separate(QueryTile { warps: 4, row_tiles: 1, keys: 32 }),
+    },
+];
 const MIDDLE: &[BackwardTile] = &[
-    fused(key_tile(8, 2, 2, 64), 2),
+    BackwardTile {
+        keys: KeyTile { warps: 8, row_tiles: 2, warps_per_keys: 2, queries: 64 },
+        queries: QueryGradient::Fused { row_warps: 2 },
+    },
     // The warps of columns divide the 6 matrices of a head dimension of 96.
-    fused(key_tile(8, 2, 2, 64), 4),
-    fused(key_tile(8, 2, 2, 32), 2),
-    fused(key_tile(4, 2, 2, 32), 2),
+    BackwardTile {
+        keys: KeyTile { warps: 8, row_tiles: 2, warps_per_keys: 2, queries: 64 },
+        queries: QueryGradient::Fused { row_warps: 4 },
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 8, row_tiles: 2, warps_per_keys: 2, queries: 32 },
+        queries: QueryGradient::Fused { row_warps: 2 },
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 4, row_tiles: 2, warps_per_keys: 2, queries: 32 },
+        queries: QueryGradient::Fused { row_warps: 2 },
+    },
     // An odd number of matrices, as in a head dimension of 80, cannot be shared.
-    separate(key_tile(8, 1, 1, 64), 4, 2, 32),
-    separate(key_tile(4, 1, 1, 32), 4, 1, 32),
+    BackwardTile {
+        keys: KeyTile { warps: 8, row_tiles: 1, warps_per_keys: 1, queries: 64 },
+        queries: QueryGradient::Separate(QueryTile { warps: 4, row_tiles: 2, keys: 32 }),
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 4, row_tiles: 1, warps_per_keys: 1, queries: 32 },
+        queries: QueryGradient::Separate(QueryTile { warps: 4, row_tiles: 1, keys: 32 }),
+    },
 ];
 const WIDE: &[BackwardTile] = &[
-    fused(key_tile(8, 1, 2, 32), 2),
-    fused(key_tile(4, 1, 2, 32), 2),
-    fused(key_tile(2, 1, 2, 32), 2),
-    separate(key_tile(4, 1, 1, 16), 4, 1, 16),
-    separate(key_tile(2, 1, 1, 16), 2, 1, 16),
-    separate(key_tile(1, 1, 1, 16), 1, 1, 16),
+    BackwardTile {
+        keys: KeyTile { warps: 8, row_tiles: 1, warps_per_keys: 2, queries: 32 },
+        queries: QueryGradient::Fused { row_warps: 2 },
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 4, row_tiles: 1, warps_per_keys: 2, queries: 32 },
+        queries: QueryGradient::Fused { row_warps: 2 },
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 2, row_tiles: 1, warps_per_keys: 2, queries: 32 },
+        queries: QueryGradient::Fused { row_warps: 2 },
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 4, row_tiles: 1, warps_per_keys: 1, queries: 16 },
+        queries: QueryGradient::Separate(QueryTile { warps: 4, row_tiles: 1, keys: 16 }),
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 2, row_tiles: 1, warps_per_keys: 1, queries: 16 },
+        queries: QueryGradient::Separate(QueryTile { warps: 2, row_tiles: 1, keys: 16 }),
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 1, row_tiles: 1, warps_per_keys: 1, queries: 16 },
+        queries: QueryGradient::Separate(QueryTile { warps: 1, row_tiles: 1, keys: 16 }),
+    },
 ];
 
 /// Tiles in f32.
 const F32: &[BackwardTile] = &[
-    fused(key_tile(4, 1, 1, 16), 1),
-    fused(key_tile(2, 1, 1, 16), 1),
-    separate(key_tile(4, 1, 1, 16), 4, 1, 16),
-    separate(key_tile(2, 1, 1, 16), 2, 1, 16),
-    separate(key_tile(1, 1, 1, 16), 1, 1, 16),
+    BackwardTile {
+        keys: KeyTile { warps: 4, row_tiles: 1, warps_per_keys: 1, queries: 16 },
+        queries: QueryGradient::Fused { row_warps: 1 },
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 2, row_tiles: 1, warps_per_keys: 1, queries: 16 },
+        queries: QueryGradient::Fused { row_warps: 1 },
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 4, row_tiles: 1, warps_per_keys: 1, queries: 16 },
+        queries: QueryGradient::Separate(QueryTile { warps: 4, row_tiles: 1, keys: 16 }),
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 2, row_tiles: 1, warps_per_keys: 1, queries: 16 },
+        queries: QueryGradient::Separate(QueryTile { warps: 2, row_tiles: 1, keys: 16 }),
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 1, row_tiles: 1, warps_per_keys: 1, queries: 16 },
+        queries: QueryGradient::Separate(QueryTile { warps: 1, row_tiles: 1, keys: 16 }),
+    },
 ];
 const F32_WIDE: &[BackwardTile] = &[
     // The fused kernel spills five times the bytes of registers.
-    separate(key_tile(4, 1, 2, 32), 4, 1, 16),
-    fused(key_tile(2, 1, 1, 16), 1),
-    separate(key_tile(2, 1, 1, 16), 2, 1, 16),
-    separate(key_tile(1, 1, 1, 16), 1, 1, 16),
+    BackwardTile {
+        keys: KeyTile { warps: 4, row_tiles: 1, warps_per_keys: 2, queries: 32 },
+        queries: QueryGradient::Separate(QueryTile { warps: 4, row_tiles: 1, keys: 16 }),
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 2, row_tiles: 1, warps_per_keys: 1, queries: 16 },
+        queries: QueryGradient::Fused { row_warps: 1 },
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 2, row_tiles: 1, warps_per_keys: 1, queries: 16 },
+        queries: QueryGradient::Separate(QueryTile { warps: 2, row_tiles: 1, keys: 16 }),
+    },
+    BackwardTile {
+        keys: KeyTile { warps: 1, row_tiles: 1, warps_per_keys: 1, queries: 16 },
+        queries: QueryGradient::Separate(QueryTile { warps: 1, row_tiles: 1, keys: 16 }),
+    },
 ];
 
 impl BackwardTile {
@@ -116,7 +178,7 @@ impl BackwardTile {
     /// If none does.
     pub fn choose(specialization: &Specialization, shared_bytes: usize) -> Result<Self, Unsupported> {
         let fits = |tile: &Self| {
-            let largest = tile.key_shared_bytes(specialization).max(tile.query_shared_bytes(specialization));
+            let largest = tile.key_layout(specialization).bytes().max(tile.query_shared_bytes(specialization));
             tile.divides(specialization) && largest <= shared_bytes
         };
         Self::rows(specialization)
@@ -142,12 +204,18 @@ impl BackwardTile {
         let Specialization { element, head_dim, value_dim, alignment, .. } = *specialization;
         match (element, Width::of(specialization)) {
             // 0.71 of the time of 4 warps without shared keys.
-            (Element::F32, Width::Middle) => Some(fused(key_tile(8, 1, 2, 32), 1)),
+            (Element::F32, Width::Middle) => Some(BackwardTile {
+                keys: KeyTile { warps: 8, row_tiles: 1, warps_per_keys: 2, queries: 32 },
+                queries: QueryGradient::Fused { row_warps: 1 },
+            }),
             (Element::F32, _) | (_, Width::Middle | Width::Wide) => None,
             (_, Width::Narrow) => {
                 // 0.97 of the time of 48 queries. With score modifiers, kernels would spill more registers.
                 let plain = Specialization { alignment, ..Specialization::plain(element, head_dim, value_dim) };
-                (*specialization == plain).then_some(separate(key_tile(4, 2, 1, 64), 4, 2, 64))
+                (*specialization == plain).then_some(BackwardTile {
+                    keys: KeyTile { warps: 4, row_tiles: 2, warps_per_keys: 1, queries: 64 },
+                    queries: QueryGradient::Separate(QueryTile { warps: 4, row_tiles: 2, keys: 64 }),
+                })
             }
         }
     }
@@ -181,38 +249,60 @@ impl BackwardTile {
     }
 
     /// Returns the shared memory of a block of the kernel that finds the intervals of tiles.
-    fn tiles_shared_bytes(&self) -> usize {
-        self.keys.queries * 8 + SMALL_BLOCK_THREADS / 2
+    fn tiles_layout(&self) -> SharedLayout {
+        let mut layout = SharedLayout::default();
+        layout.add("TILES_INTERVALS_AT", self.keys.queries * 8);
+        layout.add("TILES_WARP_INTERVALS_AT", SMALL_BLOCK_WARPS * 16);
+        layout
+    }
+
+    /// Returns the bytes from row to row of scores or of their gradients in shared memory.
+    fn score_pitch(&self, specialization: &Specialization) -> usize {
+        self.keys.queries * specialization.element.bytes() + specialization.row_padding()
+    }
+
+    /// Returns whether a block has the gradients of its scores in shared memory.
+    fn shares_score_gradients(&self, specialization: &Specialization) -> bool {
+        self.is_fused() || self.keys.warps_per_keys > 1 || specialization.gradients.relative_bias
+    }
+
+    /// Returns whether a block has the gradients of relative biases besides: they are taken behind the softcap, those
+    /// of products before it.
+    fn shares_bias_gradients(specialization: &Specialization) -> bool {
+        specialization.gradients.relative_bias && specialization.softcap
+    }
+
+    /// Returns the bytes of the statistics, the deltas and the intervals of a tile of queries.
+    fn statistics_bytes(&self, specialization: &Specialization) -> usize {
+        self.keys.queries * if specialization.has_natural_scores() { 20 } else { 16 }
     }
 
     /// Returns the shared memory of a block of the kernel of keys.
-    fn key_shared_bytes(&self, specialization: &Specialization) -> usize {
+    fn key_layout(&self, specialization: &Specialization) -> SharedLayout {
         let KeyTile { warps_per_keys, queries, .. } = self.keys;
-        let pitches = specialization.head_pitch() + specialization.value_pitch();
-        let keys = self.key_block();
-        let scores = keys * (queries * specialization.element.bytes() + specialization.row_padding());
-        let gradients = specialization.gradients;
-        // Keys and values, two tiles of queries and of gradients of the output, and some numbers for each of these
-        // queries.
-        let statistics = if specialization.has_natural_scores() { 20 } else { 16 };
-        let mut bytes = keys * pitches + 2 * queries * pitches + 2 * queries * statistics;
-        if self.is_fused() || warps_per_keys > 1 || gradients.relative_bias {
-            bytes += scores;
-        }
-        if warps_per_keys > 1 {
-            bytes += scores;
-        }
-        if gradients.relative_bias && specialization.softcap {
-            bytes += scores;
-        }
-        bytes
+        let (head_pitch, value_pitch) = (specialization.head_pitch(), specialization.value_pitch());
+        let scores = self.key_block() * self.score_pitch(specialization);
+        let score_gradients = if self.shares_score_gradients(specialization) { scores } else { 0 };
+        let bias_gradients = if Self::shares_bias_gradients(specialization) { scores } else { 0 };
+        let mut layout = SharedLayout::default();
+        layout.add("KEY_KEYS_AT", self.key_block() * head_pitch);
+        layout.add("KEY_VALUES_AT", self.key_block() * value_pitch);
+        // Two tiles of queries, of gradients of the output, and of some numbers for each of these queries.
+        layout.add("KEY_QUERIES_AT", 2 * queries * head_pitch);
+        layout.add("KEY_GRADIENTS_AT", 2 * queries * value_pitch);
+        layout.add("KEY_STATISTICS_AT", 2 * self.statistics_bytes(specialization));
+        layout.add("KEY_SCORE_GRADIENTS_AT", score_gradients);
+        layout.add("KEY_WEIGHTS_AT", if warps_per_keys > 1 { scores } else { 0 });
+        layout.add("KEY_BIAS_GRADIENTS_AT", bias_gradients);
+        layout
     }
 
     /// Returns the shared memory of a block of the kernel of queries; 0 if there is none.
     fn query_shared_bytes(&self, specialization: &Specialization) -> usize {
-        let QueryGradient::Separate(tile) = self.queries else { return 0 };
-        let pitches = specialization.head_pitch() + specialization.value_pitch();
-        tile.block() * pitches + 2 * tile.keys * pitches + tile.block() * 8 + tile.warps * 16
+        match self.queries {
+            QueryGradient::Fused { .. } => 0,
+            QueryGradient::Separate(tile) => tile.shared_layout(specialization).bytes(),
+        }
     }
 
     /// Returns the kernels of a backward pass.
@@ -232,12 +322,12 @@ impl BackwardTile {
         BackwardKernels {
             delta: small("attention_backward_delta", 0),
             sinks: small("attention_backward_sinks", SUM_BYTES),
-            tiles: small("attention_backward_tiles", self.tiles_shared_bytes()),
+            tiles: small("attention_backward_tiles", self.tiles_layout().bytes()),
             query_gradients,
             key_gradients: KernelShape {
                 name: "attention_backward_keys",
                 threads: key_threads,
-                shared_bytes: self.key_shared_bytes(specialization),
+                shared_bytes: self.key_layout(specialization).bytes(),
             },
             bias: small("attention_backward_bias", SUM_BYTES),
             slopes: small("attention_backward_slopes", SUM_BYTES),
@@ -251,20 +341,31 @@ impl BackwardTile {
         let KeyTile { warps, row_tiles, warps_per_keys, queries } = self.keys;
         let mut defines = specialization.defines();
         defines.extend([
-            define("KERNEL_SET", 4),
+            KernelSet::define(&[KernelSet::Backward]),
             define("KEY_WARPS", warps),
             define("KEY_ROW_TILES", row_tiles),
             define("WARPS_PER_KEYS", warps_per_keys),
             define("BACKWARD_QUERIES", queries),
             define("FUSED_BACKWARD", self.is_fused().into()),
+            define("KEY_BLOCK", self.key_block()),
+            define("KEY_STATISTICS_BYTES", self.statistics_bytes(specialization)),
+            define("SCORE_PITCH", self.score_pitch(specialization)),
+            define("SHARES_SCORE_GRADIENTS", self.shares_score_gradients(specialization).into()),
+            define("SHARES_BIAS_GRADIENTS", Self::shares_bias_gradients(specialization).into()),
         ]);
+        defines.extend(self.tiles_layout().defines("TILES_SHARED_BYTES"));
+        defines.extend(self.key_layout(specialization).defines("KEY_SHARED_BYTES"));
         match self.queries {
             QueryGradient::Fused { row_warps } => defines.push(define("FUSED_ROW_WARPS", row_warps)),
-            QueryGradient::Separate(tile) => defines.extend([
-                define("QUERY_WARPS", tile.warps),
-                define("QUERY_ROW_TILES", tile.row_tiles),
-                define("QUERY_KEYS", tile.keys),
-            ]),
+            QueryGradient::Separate(tile) => {
+                defines.extend([
+                    define("QUERY_WARPS", tile.warps),
+                    define("QUERY_ROW_TILES", tile.row_tiles),
+                    define("QUERY_KEYS", tile.keys),
+                    define("QUERY_BLOCK", tile.block()),
+                ]);
+                defines.extend(tile.shared_layout(specialization).defines("QUERY_SHARED_BYTES"));
+            }
         }
         super::program(defines)
     }
@@ -274,5 +375,18 @@ impl QueryTile {
     /// Returns the queries of a block.
     pub fn block(&self) -> usize {
         self.warps * self.row_tiles * 16
+    }
+
+    /// Returns the shared memory of a block.
+    fn shared_layout(&self, specialization: &Specialization) -> SharedLayout {
+        let (head_pitch, value_pitch) = (specialization.head_pitch(), specialization.value_pitch());
+        let mut layout = SharedLayout::default();
+        layout.add("QUERY_QUERIES_AT", self.block() * head_pitch);
+        layout.add("QUERY_GRADIENTS_AT", self.block() * value_pitch);
+        layout.add("QUERY_KEYS_AT", 2 * self.keys * head_pitch);
+        layout.add("QUERY_VALUES_AT", 2 * self.keys * value_pitch);
+        layout.add("QUERY_INTERVALS_AT", self.block() * 8);
+        layout.add("QUERY_WARP_INTERVALS_AT", self.warps * 16);
+        layout
     }
 }

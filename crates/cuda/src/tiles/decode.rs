@@ -1,6 +1,8 @@
 //! Tiles of the decode kernel.
 
-use super::{SMALL_BLOCK_THREADS, SMALL_BLOCK_WARPS, no_tile};
+use super::shared_layout::SharedLayout;
+use super::{KernelSet, SMALL_BLOCK_WARPS, no_tile};
+use crate::arguments::{DECODE_ROWS, SMALL_BLOCK_THREADS};
 use crate::program::{Define, KernelShape, Program};
 use crate::specialization::Specialization;
 use crate::unsupported::Unsupported;
@@ -15,8 +17,11 @@ pub(crate) struct DecodeTile {
     pub stages: usize,
 }
 
-/// The pairs of a query and a head that a block works on.
-const ROWS: usize = 16;
+/// The bytes from row to row in shared memory.
+struct Pitches {
+    keys: usize,
+    values: usize,
+}
 
 /// Tiles of keys and values of 8 bits in the order in which they are tried, before the others: twice the keys, which
 /// take fewer instructions each. Their instructions take longer than their bytes, so that more warps save more time
@@ -50,7 +55,7 @@ impl DecodeTile {
 
     /// Returns the blocks of a key head for a number of queries that share it.
     pub fn row_blocks(queries: usize) -> usize {
-        queries.div_ceil(ROWS)
+        queries.div_ceil(DECODE_ROWS)
     }
 
     /// Returns the columns of the output in registers. Codes are read four columns at a time.
@@ -59,17 +64,47 @@ impl DecodeTile {
         if specialization.key_codes { columns.next_multiple_of(32) } else { columns }
     }
 
-    /// Returns the shared memory of a block: queries, then tiles, in whose place the results of the warps come.
+    /// Returns the bytes from row to row of keys and of values in shared memory.
+    fn pitches(specialization: &Specialization) -> Pitches {
+        if !specialization.key_codes {
+            return Pitches { keys: specialization.head_pitch(), values: specialization.value_pitch() };
+        }
+        Pitches { keys: specialization.head_columns() + 16, values: Self::output_columns(specialization) + 16 }
+    }
+
+    /// Returns the parts of a tile of a warp.
+    fn tile_layout(&self, specialization: &Specialization) -> SharedLayout {
+        let pitches = Self::pitches(specialization);
+        let mut layout = SharedLayout::default();
+        layout.add("DECODE_TILE_KEYS_AT", self.keys * pitches.keys);
+        layout.add("DECODE_TILE_VALUES_AT", self.keys * pitches.values);
+        // The scales of keys and of values.
+        layout.add("DECODE_TILE_SCALES_AT", if specialization.key_codes { self.keys * 8 } else { 0 });
+        layout
+    }
+
+    /// Returns the shared memory of a block while it reads keys: the queries, and the tiles of each warp.
+    fn reading_layout(&self, specialization: &Specialization) -> SharedLayout {
+        let mut layout = SharedLayout::default();
+        layout.add("DECODE_QUERIES_AT", DECODE_ROWS * specialization.head_pitch());
+        layout.add("DECODE_RING_AT", self.warps * self.stages * self.tile_layout(specialization).bytes());
+        layout
+    }
+
+    /// Returns the shared memory of a block with the results of the warps instead of their tiles: rows of the
+    /// output, and of each row its maximum and its sum.
+    fn result_layout(&self, specialization: &Specialization) -> SharedLayout {
+        let rows = self.warps * DECODE_ROWS;
+        let mut layout = SharedLayout::default();
+        layout.add("DECODE_QUERIES_AT", DECODE_ROWS * specialization.head_pitch());
+        layout.add("DECODE_OUTPUTS_AT", rows * Self::output_columns(specialization) * size_of::<f32>());
+        layout.add("DECODE_STATISTICS_AT", rows * 2 * size_of::<f32>());
+        layout
+    }
+
+    /// Returns the bytes of the shared memory of a block.
     fn shared_bytes(&self, specialization: &Specialization) -> usize {
-        let output_columns = Self::output_columns(specialization);
-        let tile = if specialization.key_codes {
-            self.keys * (specialization.head_columns() + 16 + output_columns + 16 + 8)
-        } else {
-            self.keys * (specialization.head_pitch() + specialization.value_pitch())
-        };
-        let tiles = self.warps * self.stages * tile;
-        let results = self.warps * ROWS * (output_columns + 2) * size_of::<f32>();
-        ROWS * specialization.head_pitch() + tiles.max(results)
+        self.reading_layout(specialization).bytes().max(self.result_layout(specialization).bytes())
     }
 
     /// Returns the decode kernel.
@@ -94,13 +129,21 @@ impl DecodeTile {
     /// Returns the program of the decode kernel and of the kernel that combines parts.
     pub fn program(&self, specialization: &Specialization) -> Program {
         let define = |name, value: usize| Define { name, value: value as i64 };
+        let pitches = Self::pitches(specialization);
         let mut defines = specialization.defines();
         defines.extend([
-            define("KERNEL_SET", 2),
+            KernelSet::define(&[KernelSet::Decode]),
             define("DECODE_WARPS", self.warps),
             define("DECODE_KEYS", self.keys),
             define("DECODE_STAGES", self.stages),
+            define("DECODE_OUTPUT_COLUMNS", Self::output_columns(specialization)),
+            define("DECODE_KEY_PITCH", pitches.keys),
+            define("DECODE_VALUE_PITCH", pitches.values),
+            define("DECODE_SHARED_BYTES", self.shared_bytes(specialization)),
         ]);
+        defines.extend(self.tile_layout(specialization).defines("DECODE_TILE_BYTES"));
+        defines.extend(self.reading_layout(specialization).defines("DECODE_READING_BYTES"));
+        defines.extend(self.result_layout(specialization).defines("DECODE_RESULT_BYTES"));
         super::program(defines)
     }
 }

@@ -1,6 +1,7 @@
 //! Tiles of the forward kernel.
 
-use super::{Width, no_tile};
+use super::shared_layout::SharedLayout;
+use super::{KernelSet, Width, no_tile};
 use crate::element::Element;
 use crate::program::{Define, KernelShape, Program};
 use crate::specialization::Specialization;
@@ -34,16 +35,18 @@ impl ForwardLength {
     }
 }
 
-const fn tile(warps: usize, row_tiles: usize, keys: usize, stages: usize) -> ForwardTile {
-    ForwardTile { warps, row_tiles, keys, stages, queries_in_registers: false }
-}
-
 /// Narrow heads without a bias or a boolean mask.
 const NARROW: ForwardTile = ForwardTile { warps: 4, row_tiles: 2, keys: 48, stages: 2, queries_in_registers: true };
 
 /// Tiles in the order in which they are tried if the faster ones do not fit.
-const SMALLER: [ForwardTile; 6] =
-    [tile(8, 1, 64, 1), tile(4, 1, 48, 1), tile(4, 1, 32, 1), tile(4, 1, 16, 1), tile(2, 1, 16, 1), tile(1, 1, 16, 1)];
+const SMALLER: [ForwardTile; 6] = [
+    ForwardTile { warps: 8, row_tiles: 1, keys: 64, stages: 1, queries_in_registers: false },
+    ForwardTile { warps: 4, row_tiles: 1, keys: 48, stages: 1, queries_in_registers: false },
+    ForwardTile { warps: 4, row_tiles: 1, keys: 32, stages: 1, queries_in_registers: false },
+    ForwardTile { warps: 4, row_tiles: 1, keys: 16, stages: 1, queries_in_registers: false },
+    ForwardTile { warps: 2, row_tiles: 1, keys: 16, stages: 1, queries_in_registers: false },
+    ForwardTile { warps: 1, row_tiles: 1, keys: 16, stages: 1, queries_in_registers: false },
+];
 
 impl ForwardTile {
     /// Returns the fastest tile that fits a device.
@@ -71,26 +74,47 @@ impl ForwardTile {
     fn fastest(specialization: &Specialization, length: ForwardLength) -> Vec<Self> {
         if specialization.element == Element::F32 {
             return match Width::of(specialization) {
-                Width::Narrow => vec![tile(4, 1, 32, 1)],
-                Width::Middle => vec![tile(8, 1, 32, 1), tile(4, 1, 32, 1)],
+                Width::Narrow => {
+                    vec![ForwardTile { warps: 4, row_tiles: 1, keys: 32, stages: 1, queries_in_registers: false }]
+                }
+                Width::Middle => vec![
+                    ForwardTile { warps: 8, row_tiles: 1, keys: 32, stages: 1, queries_in_registers: false },
+                    ForwardTile { warps: 4, row_tiles: 1, keys: 32, stages: 1, queries_in_registers: false },
+                ],
                 // With 32 keys, the registers do not suffice.
-                Width::Wide => vec![tile(4, 1, 16, 1)],
+                Width::Wide => {
+                    vec![ForwardTile { warps: 4, row_tiles: 1, keys: 16, stages: 1, queries_in_registers: false }]
+                }
             };
         }
         let has_bias = specialization.bias.is_some();
         let reads_scores = has_bias || specialization.boolean_mask;
         match Width::of(specialization) {
-            Width::Narrow if specialization.key_codes => vec![tile(4, 2, 64, 1)],
-            Width::Narrow if reads_scores => vec![tile(4, 2, 64, 2)],
+            Width::Narrow if specialization.key_codes => {
+                vec![ForwardTile { warps: 4, row_tiles: 2, keys: 64, stages: 1, queries_in_registers: false }]
+            }
+            Width::Narrow if reads_scores => {
+                vec![ForwardTile { warps: 4, row_tiles: 2, keys: 64, stages: 2, queries_in_registers: false }]
+            }
             // With the queries and the relative bias, a kernel would spill registers.
             Width::Narrow if specialization.relative_bias => {
                 vec![ForwardTile { queries_in_registers: false, ..NARROW }]
             }
             Width::Narrow => vec![NARROW],
-            Width::Middle if has_bias && specialization.boolean_mask => vec![tile(4, 2, 32, 1)],
-            Width::Middle if reads_scores => vec![tile(4, 2, 64, 1), tile(4, 2, 32, 1)],
-            Width::Middle if length == ForwardLength::Long => vec![tile(8, 2, 64, 1), tile(4, 2, 48, 1)],
-            Width::Middle => vec![tile(4, 2, 48, 1)],
+            Width::Middle if has_bias && specialization.boolean_mask => {
+                vec![ForwardTile { warps: 4, row_tiles: 2, keys: 32, stages: 1, queries_in_registers: false }]
+            }
+            Width::Middle if reads_scores => vec![
+                ForwardTile { warps: 4, row_tiles: 2, keys: 64, stages: 1, queries_in_registers: false },
+                ForwardTile { warps: 4, row_tiles: 2, keys: 32, stages: 1, queries_in_registers: false },
+            ],
+            Width::Middle if length == ForwardLength::Long => vec![
+                ForwardTile { warps: 8, row_tiles: 2, keys: 64, stages: 1, queries_in_registers: false },
+                ForwardTile { warps: 4, row_tiles: 2, keys: 48, stages: 1, queries_in_registers: false },
+            ],
+            Width::Middle => {
+                vec![ForwardTile { warps: 4, row_tiles: 2, keys: 48, stages: 1, queries_in_registers: false }]
+            }
             Width::Wide => Vec::new(),
         }
     }
@@ -106,23 +130,42 @@ impl ForwardTile {
         self.warps * self.row_tiles * 16
     }
 
+    /// Returns the bytes from row to row of the bias in shared memory.
+    fn bias_pitch(&self, specialization: &Specialization) -> usize {
+        self.keys * specialization.bias_bytes() + 16
+    }
+
+    /// Returns the bytes from row to row of the boolean mask in shared memory.
+    fn mask_pitch(&self) -> usize {
+        self.keys + 16
+    }
+
     /// Returns the shared memory of a block.
-    fn shared_bytes(&self, specialization: &Specialization) -> usize {
+    fn shared_layout(&self, specialization: &Specialization) -> SharedLayout {
         let (queries, keys) = (self.queries(), self.keys);
-        let (head_pitch, value_pitch) = (specialization.head_pitch(), specialization.value_pitch());
-        let mut bytes = queries * head_pitch + self.stages * keys * (head_pitch + value_pitch);
-        if specialization.bias.is_some() {
-            bytes += queries * (keys * specialization.bias_bytes() + 16);
-        }
-        if specialization.boolean_mask {
-            bytes += queries * (keys + 16);
-        }
-        // The intervals of the queries and of the warps.
-        bytes += queries * 8 + self.warps * 16;
+        let bias_bytes = if specialization.bias.is_some() { queries * self.bias_pitch(specialization) } else { 0 };
+        let mask_bytes = if specialization.boolean_mask { queries * self.mask_pitch() } else { 0 };
+        let mut layout = SharedLayout::default();
+        layout.add("FORWARD_QUERIES_AT", queries * specialization.head_pitch());
+        layout.add("FORWARD_KEYS_AT", self.stages * keys * specialization.head_pitch());
+        layout.add("FORWARD_VALUES_AT", self.stages * keys * specialization.value_pitch());
+        layout.add("FORWARD_BIAS_AT", bias_bytes);
+        layout.add("FORWARD_MASK_AT", mask_bytes);
+        layout.add("FORWARD_INTERVALS_AT", queries * 8);
+        layout.add("FORWARD_WARP_INTERVALS_AT", self.warps * 16);
         if specialization.key_codes {
-            bytes += keys * (specialization.head_columns() + specialization.value_columns() + 16);
+            // Codes of keys and of values as they arrive, and two tiles of scales of each.
+            layout.add("FORWARD_KEY_CODES_AT", keys * specialization.head_columns());
+            layout.add("FORWARD_VALUE_CODES_AT", keys * specialization.value_columns());
+            layout.add("FORWARD_KEY_SCALES_AT", 2 * keys * 4);
+            layout.add("FORWARD_VALUE_SCALES_AT", 2 * keys * 4);
         }
-        bytes
+        layout
+    }
+
+    /// Returns the bytes of the shared memory of a block.
+    fn shared_bytes(&self, specialization: &Specialization) -> usize {
+        self.shared_layout(specialization).bytes()
     }
 
     /// Returns the forward kernel.
@@ -139,13 +182,17 @@ impl ForwardTile {
         let define = |name, value: usize| Define { name, value: value as i64 };
         let mut defines = specialization.defines();
         defines.extend([
-            define("KERNEL_SET", 1),
+            KernelSet::define(&[KernelSet::Forward]),
             define("FORWARD_WARPS", self.warps),
             define("FORWARD_ROW_TILES", self.row_tiles),
             define("FORWARD_KEYS", self.keys),
             define("FORWARD_STAGES", self.stages),
             define("FORWARD_QUERIES_IN_REGISTERS", self.queries_in_registers.into()),
+            define("FORWARD_QUERIES", self.queries()),
+            define("FORWARD_BIAS_PITCH", self.bias_pitch(specialization)),
+            define("FORWARD_MASK_PITCH", self.mask_pitch()),
         ]);
+        defines.extend(self.shared_layout(specialization).defines("FORWARD_SHARED_BYTES"));
         super::program(defines)
     }
 }

@@ -1,29 +1,54 @@
 //! The tiles of the attention kernels, and the shared memory that they need.
 //!
 //! The first candidate that fits the device is taken. The order is by speed on an H100; the candidates for devices with
-//! less shared memory were not timed. A test compares every size here with the macros of `kernels/shared_layout.cuh`.
+//! less shared memory were not timed. The source gets every size and place from here, as a macro.
 
 mod backward;
 mod decode;
 mod forward;
+mod named;
 mod rows;
+mod shared_layout;
 
 pub(crate) use backward::{BackwardKernels, BackwardTile, QueryGradient};
 pub(crate) use decode::DecodeTile;
 pub(crate) use forward::{ForwardLength, ForwardTile};
+pub(crate) use named::program_of_options;
 pub(crate) use rows::programs_of_every_row;
 
-use crate::arguments::AttentionArguments;
+use crate::arguments::{AttentionArguments, SMALL_BLOCK_THREADS};
 use crate::kernel_struct::KernelStruct;
 use crate::program::{Define, Program};
 use crate::specialization::Specialization;
 use crate::unsupported::Unsupported;
 
-/// The threads of the kernels without products.
-pub(crate) const SMALL_BLOCK_THREADS: usize = 128;
-
 /// The warps of these kernels, each of which works on a row.
 pub(crate) const SMALL_BLOCK_WARPS: usize = SMALL_BLOCK_THREADS / 32;
+
+/// The kernels that a program has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum KernelSet {
+    Forward,
+    Decode,
+    Backward,
+}
+
+impl KernelSet {
+    /// Returns the value of the set in the macro KERNEL_SET: FORWARD_KERNELS, DECODE_KERNELS or BACKWARD_KERNELS in
+    /// the source.
+    fn bit(self) -> i64 {
+        match self {
+            Self::Forward => 1,
+            Self::Decode => 2,
+            Self::Backward => 4,
+        }
+    }
+
+    /// Returns the macro of a program with the kernels of some sets.
+    fn define(sets: &[Self]) -> Define {
+        Define { name: "KERNEL_SET", value: sets.iter().map(|set| set.bit()).sum() }
+    }
+}
 
 /// The classes of head dimensions for which tiles were timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,16 +1,16 @@
 //! Programs that together have every row of the tables of tiles, for the tests on the emulator. A device takes the
 //! first row that fits, so that the tests of calls reach few of the others.
 
-use super::{BackwardTile, DecodeTile, ForwardLength, ForwardTile, Width};
+use super::{BackwardTile, DecodeTile, ForwardLength, ForwardTile, KernelSet, Width};
 use crate::element::Element;
-use crate::program::{Define, Program};
+use crate::program::Program;
 use crate::specialization::{BiasElement, Specialization};
 
-/// The kernels of a program: forward, decode and backward.
-const ALL_KERNELS: i64 = 7;
+/// The kernels of a program.
+pub(super) const ALL_KERNELS: [KernelSet; 3] = [KernelSet::Forward, KernelSet::Decode, KernelSet::Backward];
 
-/// The kernels of keys of 8 bits: forward and decode.
-const KERNELS_OF_CODES: i64 = 3;
+/// The kernels of keys of 8 bits, which have no gradients.
+const KERNELS_OF_CODES: [KernelSet; 2] = [KernelSet::Forward, KernelSet::Decode];
 
 /// Returns the programs: each row of the backward tables, with rows of the forward and of the decode tables in turn.
 pub(crate) fn programs_of_every_row() -> Vec<Program> {
@@ -23,7 +23,7 @@ pub(crate) fn programs_of_every_row() -> Vec<Program> {
     let codes = Specialization { key_codes: true, ..Specialization::plain(Element::Bf16, 32, 32) };
     for (n, decode) in DecodeTile::rows(&codes).into_iter().enumerate() {
         let forward = in_turn(&ForwardTile::rows(&codes), n);
-        programs.push(joined(KERNELS_OF_CODES, &[forward.program(&codes), decode.program(&codes)]));
+        programs.push(joined(&KERNELS_OF_CODES, &[forward.program(&codes), decode.program(&codes)]));
     }
     programs
 }
@@ -50,7 +50,7 @@ fn programs_of_width(element: Element, width: Width) -> Vec<Program> {
         let own = dims.map(|dim| Specialization::plain(element, dim, dim)).find(|own| backward.divides(own));
         let own = own.unwrap_or(widest);
         let of_passes = [in_turn(&forward, n).program(&own), in_turn(&decode, n).program(&own), backward.program(&own)];
-        programs.push(joined(ALL_KERNELS, &of_passes));
+        programs.push(joined(&ALL_KERNELS, &of_passes));
     }
     programs
 }
@@ -60,8 +60,8 @@ fn in_turn<T: Copy>(rows: &[T], n: usize) -> T {
 }
 
 /// Returns the program of the kernels of several programs of one specialisation.
-fn joined(kernel_set: i64, programs: &[Program]) -> Program {
-    let mut defines = vec![Define { name: "KERNEL_SET", value: kernel_set }];
+pub(super) fn joined(sets: &[KernelSet], programs: &[Program]) -> Program {
+    let mut defines = vec![KernelSet::define(sets)];
     for define in programs.iter().flat_map(|program| &program.defines) {
         if defines.iter().all(|known| known.name != define.name) {
             defines.push(*define);

@@ -3,11 +3,11 @@
 use candle_core::Result;
 
 use super::BackwardPlan;
-use crate::arguments::AttentionArguments;
-use crate::attention::sizes::Sizes;
+use crate::arguments::{AttentionArguments, SMALL_BLOCK_THREADS};
+use crate::attention::checks::Sizes;
 use crate::device::{Grid, Launch, LoadedProgram, Operands};
 use crate::program::KernelShape;
-use crate::tiles::{BackwardKernels, QueryGradient, SMALL_BLOCK_THREADS, SMALL_BLOCK_WARPS};
+use crate::tiles::{BackwardKernels, QueryGradient, SMALL_BLOCK_WARPS};
 
 /// A launch of a backward pass.
 pub(super) struct BackwardLaunch {

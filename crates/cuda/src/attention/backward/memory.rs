@@ -4,7 +4,7 @@ use candle_core::{DType, Result};
 
 use super::BackwardPlan;
 use crate::arguments::AttentionArguments;
-use crate::attention::sizes::Sizes;
+use crate::attention::checks::Sizes;
 use crate::device::{Buffer, KernelDevice, Operands};
 
 /// The sizes of the gradient of a bias.

@@ -7,8 +7,8 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::arguments::{alignment, layout_strides, row_strides};
 use super::call::{AttentionCall, BackwardInputs, Gradients, OutputLayout, RequestedGradients};
+use super::checks::Sizes;
 use super::forward::{output_shape, output_strides};
-use super::sizes::Sizes;
 use crate::arguments::AttentionArguments;
 use crate::capability::Limits;
 use crate::device::{Buffer, KernelDevice, Operands, TensorLocks};

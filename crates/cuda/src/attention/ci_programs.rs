@@ -1,7 +1,7 @@
 //! The attention programs that continuous integration compiles for each compute capability.
 
 use crate::capability::Limits;
-use crate::catalogue::CatalogueEntry;
+use crate::ci_programs::CiProgram;
 use crate::element::Element;
 use crate::program::{KernelShape, Program};
 use crate::specialization::{Alignment, BiasElement, ModifierGradients, Specialization};
@@ -31,7 +31,7 @@ struct Case {
 }
 
 /// Returns the programs of attention that a device would run.
-pub(crate) fn entries(limits: &Limits) -> Vec<CatalogueEntry> {
+pub(crate) fn entries(limits: &Limits) -> Vec<CiProgram> {
     let mut entries = Vec::new();
     for case in plain_cases().into_iter().chain(modifier_cases()).chain(layout_cases()) {
         add_passes(&case, limits, &mut entries);
@@ -123,11 +123,11 @@ fn layout_cases() -> Vec<Case> {
 }
 
 /// Adds the forward, decode and backward programs of a call, where a device runs them.
-fn add_passes(case: &Case, limits: &Limits, entries: &mut Vec<CatalogueEntry>) {
+fn add_passes(case: &Case, limits: &Limits, entries: &mut Vec<CiProgram>) {
     let specialization = &case.specialization;
     let forward = Specialization { gradients: ModifierGradients::default(), ..*specialization };
     let mut add = |pass: &str, program: Program, kernels: Vec<KernelShape>| {
-        entries.push(CatalogueEntry::new(&program, format!("{pass} {}", case.name), case.is_quick, kernels));
+        entries.push(CiProgram::new(&program, format!("{pass} {}", case.name), case.is_quick, kernels));
     };
     if let Ok(tile) = ForwardTile::choose(&forward, ForwardLength::Other, limits.shared_bytes) {
         add("forward", tile.program(&forward), vec![tile.kernel(&forward)]);
@@ -161,46 +161,10 @@ fn add_passes(case: &Case, limits: &Limits, entries: &mut Vec<CatalogueEntry>) {
 mod tests {
     use super::*;
     use crate::capability::Capability;
-    use crate::cpp;
     use std::collections::BTreeSet;
 
     const CAPABILITIES: [Capability; 3] =
         [Capability { major: 8, minor: 0 }, Capability { major: 8, minor: 6 }, Capability { major: 9, minor: 0 }];
-
-    /// Returns the macros of the threads and the shared memory of a kernel's blocks; `None` for a kernel without
-    /// products.
-    fn macros(kernel: &str) -> Option<(&'static str, &'static str)> {
-        match kernel {
-            "attention_forward" => Some(("FORWARD_THREADS", "FORWARD_SHARED_BYTES")),
-            "attention_decode" => Some(("DECODE_THREADS", "DECODE_SHARED_BYTES")),
-            "attention_backward_keys" => Some(("KEY_THREADS", "KEY_SHARED_BYTES")),
-            "attention_backward_queries" => Some(("QUERY_THREADS", "QUERY_SHARED_BYTES")),
-            "attention_backward_tiles" => Some(("SMALL_BLOCK_THREADS", "TILES_SHARED_BYTES")),
-            _ => None,
-        }
-    }
-
-    #[test]
-    fn threads_and_shared_memory_of_every_program_are_those_of_the_source() {
-        let mut checked = BTreeSet::new();
-        for capability in CAPABILITIES {
-            for entry in entries(&Limits::of_capability(capability)) {
-                let mut text = String::from("#include \"specialization.cuh\"\n#include \"shared_layout.cuh\"\n");
-                for kernel in &entry.kernels {
-                    if let Some((threads, bytes)) = macros(kernel.name) {
-                        text += &format!("static_assert({threads} == {}, \"threads\");\n", kernel.threads);
-                        text += &format!("static_assert({bytes} == {}, \"bytes\");\n", kernel.shared_bytes);
-                    }
-                }
-                let defines: Vec<_> = entry.options.iter().filter(|option| option.starts_with("-D")).cloned().collect();
-                if checked.insert((text.clone(), defines.clone())) {
-                    let Some(result) = cpp::check(&text, &[], &defines) else { return };
-                    assert_eq!(result, Ok(()), "{} for {capability}", entry.name);
-                }
-            }
-        }
-        assert!(checked.len() > 100, "only {} programs", checked.len());
-    }
 
     #[test]
     fn every_program_fits_the_shared_memory_of_its_device_and_has_a_name_of_its_own() {

@@ -7,7 +7,7 @@ use crate::source;
 
 /// A program that a device of some compute capability runs.
 #[derive(Debug, Clone)]
-pub struct CatalogueEntry {
+pub struct CiProgram {
     /// The name of the source.
     pub source: &'static str,
     /// The name of the program, which no other program of the capability has.
@@ -17,13 +17,13 @@ pub struct CatalogueEntry {
     /// Whether it is one of the few that have every kernel and every element type.
     pub is_quick: bool,
     /// The kernels.
-    pub kernels: Vec<CatalogueKernel>,
+    pub kernels: Vec<CiKernel>,
     arguments: StructDefinition,
 }
 
 /// A kernel of a program.
 #[derive(Debug, Clone)]
-pub struct CatalogueKernel {
+pub struct CiKernel {
     /// The name in the source.
     pub name: &'static str,
     /// The threads of a block.
@@ -32,9 +32,9 @@ pub struct CatalogueKernel {
     pub shared_bytes: usize,
 }
 
-impl CatalogueEntry {
+impl CiProgram {
     pub(crate) fn new(program: &Program, name: String, is_quick: bool, kernels: Vec<KernelShape>) -> Self {
-        let kernels = kernels.into_iter().map(|kernel| CatalogueKernel {
+        let kernels = kernels.into_iter().map(|kernel| CiKernel {
             name: kernel.name,
             threads: kernel.threads,
             shared_bytes: kernel.shared_bytes,
