@@ -26,8 +26,22 @@ done
 test linear_tests.cpp -DELEMENT=0 -DLINEAR_ROWS=4
 test linear_tests.cpp -DELEMENT=1 -DLINEAR_ROWS=1
 test linear_tests.cpp -DELEMENT=2 -DLINEAR_ROWS=2
+# The formats: bits, values, group, kinds of scales and of zeros or minimums, as code_numbers.cuh numbers them.
+codes() {
+    test linear_codes_tests.cpp "-DELEMENT=$1" "-DLINEAR_ROWS=$2" "-DCODE_BITS=$3" "-DCODE_VALUES=$4" "-DCODE_GROUP=$5" "${@:6}"
+}
+codes 1 4 4 2 32 -DSCALE_NUMBERS=5 -DSCALE_NEST=8 -DOFFSET_NUMBERS=5 -DOFFSET_NEST=8
+codes 0 1 6 0 16 -DSCALE_NUMBERS=5 -DSCALE_NEST=16
+codes 2 1 3 1 24 -DSCALE_NUMBERS=1 -DOFFSET_NUMBERS=3
+codes 2 2 4 3 64 -DSCALE_NUMBERS=4
 if [ "${1:-}" != --quick ]; then
     for element in 0 1 2; do test linear_tests.cpp -DELEMENT=$element -DLINEAR_ROWS=8; done
+    codes 1 1 8 4 0 -DSCALE_NUMBERS=2
+    codes 0 8 8 5 40 -DSCALE_NUMBERS=0
+    codes 1 1 5 2 32 -DSCALE_NUMBERS=0 -DOFFSET_NUMBERS=0
+    codes 2 8 2 1 16 -DSCALE_NUMBERS=2 -DOFFSET_NUMBERS=2
+    codes 0 8 4 1 128 -DSCALE_NUMBERS=0 -DOFFSET_NUMBERS=4
+    codes 2 1 8 0 12 -DSCALE_NUMBERS=3
     test delta_tests.cpp -DELEMENT=0 -DKEY_WIDTH=16 -DVALUE_WIDTH=64 -DCHUNK=16 -DSCAN_WARPS=4 -DSCAN_STAGES=2
     test delta_tests.cpp -DELEMENT=1 -DKEY_WIDTH=128 -DVALUE_WIDTH=128 -DCHUNK=32 -DSCAN_WARPS=4 -DSCAN_STAGES=2
     test delta_tests.cpp -DELEMENT=2 -DKEY_WIDTH=128 -DVALUE_WIDTH=64 -DCHUNK=32 -DSCAN_WARPS=4

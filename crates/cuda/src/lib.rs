@@ -46,9 +46,10 @@ pub use device::launches_of_thread;
 #[cfg(feature = "emulator")]
 pub use device::without_programs;
 pub use rows::{
-    Activation, AngleRows, ConvolutionCall, ConvolutionGradients, ConvolutionResults, DeltaGates, DeltaGatesCall,
-    GateCall, GateGradients, GatedNormCall, GatedNormGradients, LinearParameters, LinearRowsCall, NormCall,
-    NormGradients, NormParameterGradients, QuantizeRowsCall, RotationCall, RowCodes,
+    Activation, AngleRows, CodedLinear, CodedNumbers, CodedValues, CodedWeight, ConvolutionCall, ConvolutionGradients,
+    ConvolutionResults, DeltaGates, DeltaGatesCall, DequantizeCall, GateCall, GateGradients, GatedNormCall,
+    GatedNormGradients, HostCodes, LinearCodesCall, LinearParameters, LinearRowsCall, NormCall, NormGradients,
+    NormParameterGradients, QuantizeRowsCall, RotationCall, RowCodes,
 };
 pub use unsupported::Unsupported;
 pub use warnings::warn_of_each_text;

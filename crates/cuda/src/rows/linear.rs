@@ -23,7 +23,7 @@ const ROWS: [usize; 4] = [1, 2, 4, 8];
 const ENOUGH_WARPS: usize = 4096;
 
 /// The largest width, and the largest number of outputs, so that offsets of columns are an i32.
-const MAX_SIZE: usize = 1 << 30;
+pub(super) const MAX_SIZE: usize = 1 << 30;
 
 /// `activation(x · Wᵀ + bias) · (x · Uᵀ + up bias) + residual`, for few rows. Sums are in f32. Without the factor the
 /// result is rounded once; with it, both products are rounded first, like the results of separate operations.
@@ -72,39 +72,39 @@ kernel_struct! {
     pub(super) struct LinearRowsArguments {
         // ---- tensors, all of elements ----
         /// (M, K).
-        inputs: Input<Elements>,
+        pub inputs: Input<Elements>,
         /// (N, K).
-        weights: Input<Elements>,
+        pub weights: Input<Elements>,
         /// (N). May be null.
-        biases: Input<Elements>,
+        pub biases: Input<Elements>,
         /// (N, K): the factors of the activated outputs are another product. May be null.
-        up_weights: Input<Elements>,
+        pub up_weights: Input<Elements>,
         /// (N). May be null.
-        up_biases: Input<Elements>,
+        pub up_biases: Input<Elements>,
         /// (M, N), added to the outputs. May be null.
-        residuals: Input<Elements>,
+        pub residuals: Input<Elements>,
         /// (M, N).
-        output: Output<Elements>,
+        pub output: Output<Elements>,
         // ---- sizes ----
         /// From 1 to LINEAR_ROWS.
-        rows: i32,
+        pub rows: i32,
         /// K, the columns of the inputs.
-        width: i32,
+        pub width: i32,
         /// N, the outputs of a row.
-        outputs: i32,
+        pub outputs: i32,
         /// The warps that share the columns of a product: 1, 2, 4 or 8.
-        product_warps: i32,
+        pub product_warps: i32,
         // ---- options ----
         /// Whether rows of inputs and weights begin and end at multiples of 16 bytes.
-        is_aligned: i32,
+        pub is_aligned: i32,
         /// One of the constants in activations.cuh, or LINEAR_NO_ACTIVATION.
-        activation: i32,
+        pub activation: i32,
     }
 
     /// The warps of a block.
-    const LINEAR_WARPS: usize = 8;
+    pub(super) const LINEAR_WARPS: usize = 8;
     /// The activation of outputs that have none.
-    const LINEAR_NO_ACTIVATION: i32 = -1;
+    pub(super) const LINEAR_NO_ACTIVATION: i32 = -1;
 }
 
 // SAFETY: the calls of this module check shapes, and take addresses from the operands of the launch.
@@ -231,16 +231,24 @@ impl LinearShape {
         self.rows.next_power_of_two()
     }
 
-    /// Returns the warps that share the columns of a product: more than one if there are few products, as long as each
-    /// lane has something to load.
     fn product_warps(self) -> usize {
-        let lanes = (self.width * self.element.bytes()).div_ceil(LOAD_BYTES);
-        let mut warps = 1;
-        while warps < LINEAR_WARPS && self.pairs * warps < ENOUGH_WARPS && 2 * warps * 32 <= lanes {
-            warps *= 2;
-        }
-        warps
+        product_warps(self.pairs, (self.width * self.element.bytes()).div_ceil(LOAD_BYTES))
     }
+}
+
+/// Returns the warps that share the columns of a product: more than one if there are few products, as long as each lane
+/// has one of the `loads` of a row of the weight.
+pub(super) fn product_warps(pairs: usize, loads: usize) -> usize {
+    let mut warps = 1;
+    while warps < LINEAR_WARPS && pairs * warps < ENOUGH_WARPS && 2 * warps * 32 <= loads {
+        warps *= 2;
+    }
+    warps
+}
+
+/// Returns the bytes of shared memory for the sums of up to `rows` rows, of which each warp has two.
+pub(super) fn sums_bytes(rows: usize) -> usize {
+    LINEAR_WARPS * 2 * rows * 4
 }
 
 /// Returns the constants of the program for at most `rows` rows.
@@ -248,9 +256,9 @@ fn constants(rows: usize) -> Vec<Define> {
     vec![Define { name: "LINEAR_ROWS", value: rows as i64 }]
 }
 
-/// Returns the kernel of the program for at most `rows` rows. Each warp stores two sums of each row.
+/// Returns the kernel of the program for at most `rows` rows.
 fn kernel(rows: usize) -> KernelShape {
-    KernelShape { name: "linear_rows", threads: LINEAR_WARPS * 32, shared_bytes: LINEAR_WARPS * 2 * rows * 4 }
+    KernelShape { name: "linear_rows", threads: LINEAR_WARPS * 32, shared_bytes: sums_bytes(rows) }
 }
 
 /// Returns the programs of all element types and numbers of rows.

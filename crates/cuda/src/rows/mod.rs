@@ -1,23 +1,30 @@
 //! Kernels that compute rows: the short convolution, the gates of linear attention, norms, norms with gates, gates,
-//! rotations of heads, linear layers of few rows, and codes of 8 bits. All have the outline in `outline.rs`.
+//! rotations of heads, linear layers of few rows with weights of elements or of codes, and codes of 8 bits. All have
+//! the outline in `outline.rs`.
 
 mod activation;
+mod code_format;
+mod code_programs;
+mod coded_weight;
 mod convolution;
 mod delta_gates;
 mod gate;
 mod gated_norm;
 mod linear;
+mod linear_codes;
 mod norm;
 mod outline;
 mod quantize_rows;
 mod rotation;
 
 pub use activation::Activation;
+pub use coded_weight::{CodedNumbers, CodedValues, CodedWeight, HostCodes};
 pub use convolution::{ConvolutionCall, ConvolutionGradients, ConvolutionResults};
 pub use delta_gates::{DeltaGates, DeltaGatesCall};
 pub use gate::{GateCall, GateGradients};
 pub use gated_norm::{GatedNormCall, GatedNormGradients};
 pub use linear::{LinearParameters, LinearRowsCall};
+pub use linear_codes::{CodedLinear, DequantizeCall, LinearCodesCall};
 pub use norm::{NormCall, NormGradients, NormParameterGradients};
 pub use quantize_rows::{QuantizeRowsCall, RowCodes};
 pub use rotation::{AngleRows, RotationCall};
@@ -39,6 +46,7 @@ pub(crate) fn entries() -> Vec<CiProgram> {
         gate::entries(),
         quantize_rows::entries(),
         linear::entries(),
+        code_programs::entries(),
     ];
     all.concat()
 }

@@ -24,8 +24,13 @@ pub(super) trait RowsCall {
     /// The file of the kernels.
     const SOURCE: &'static str;
 
-    /// Returns the tensor whose device runs the kernels, and in whose dtype they read and write elements.
+    /// Returns the tensor whose device runs the kernels, and in whose [`dtype`](Self::dtype) they read and write elements.
     fn elements(&self) -> &Tensor;
+
+    /// Returns the dtype of elements.
+    fn dtype(&self) -> DType {
+        self.elements().dtype()
+    }
 
     /// Returns the dimensions of the call.
     ///
@@ -102,7 +107,7 @@ struct Choice<C: RowsCall> {
 impl<C: RowsCall> Choice<C> {
     fn of(call: &C) -> Result<Self, Unsupported> {
         let device = KernelDevice::of(call.elements().device())?;
-        let element = Element::of(call.elements().dtype())?;
+        let element = Element::of(call.dtype())?;
         let shape = call.shape()?;
         Ok(Self { device, shape, program: program::<C>(element, C::constants(shape)) })
     }
@@ -134,7 +139,7 @@ impl<C: RowsCall> Run<C> {
         let Choice { device, shape, program } = Choice::of(call)?;
         call.check(shape)?;
         let loaded = device.load(&program)?;
-        Ok(Self { shape, device, program: loaded, dtype: call.elements().dtype() })
+        Ok(Self { shape, device, program: loaded, dtype: call.dtype() })
     }
 
     /// Allocates a number of elements, whose values are undefined.
