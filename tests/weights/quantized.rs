@@ -103,7 +103,7 @@ const METHODS: &[Method] = &[
         by_names: "MLX (MXFP4",
         config: r#"{"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}"#,
         by_config: "MLX, 4 bits",
-        loads: Loads::Never,
+        loads: Loads::WithConfig,
     },
     Method {
         name: "bitsandbytes, 4 bits, with a quant_state that is no JSON",

@@ -33,6 +33,8 @@ fn bytes(name: &'static str, text: &str) -> Part {
 struct Layer {
     config: &'static str,
     parts: Vec<Part>,
+    /// The text in the header of the file for the weight.
+    metadata: Option<&'static str>,
 }
 
 impl Layer {
@@ -58,7 +60,8 @@ impl Layer {
         for Part { name, dtype, shape, bytes } in parts {
             tensors.insert(format!("q_proj.{name}"), TensorView::new(*dtype, shape.clone(), bytes)?);
         }
-        safetensors::serialize_to_file(tensors, None, &folder.path().join("model.safetensors"))?;
+        let texts = self.metadata.map(|text| HashMap::from([("q_proj.weight".to_string(), text.to_string())]));
+        safetensors::serialize_to_file(tensors, texts, &folder.path().join("model.safetensors"))?;
         weights::open(folder.path(), DType::F32, &DEVICE)?.get((2, 64), "q_proj.weight")?;
         Ok(())
     }
@@ -83,6 +86,7 @@ fn nf4() -> Layer {
             part("weight.nested_quant_map", Dtype::F32, &[256]),
             bytes(NF4, r#"{"shape": [2, 64], "blocksize": 64, "nested_blocksize": 256, "nested_offset": 0.5}"#),
         ],
+        metadata: None,
     }
 }
 
@@ -114,8 +118,8 @@ fn bitsandbytes_four_bits_with_misfit_tensors_is_an_error() -> Result<()> {
     ] {
         assert_fault(layer.read_with(&part(name, dtype, &[len])), expected);
     }
-    assert_fault(layer.read_without("weight.quant_map"), "weight.quant_map of a quantised layer is missing");
-    assert_fault(layer.read_without("weight.nested_quant_map"), "nested_quant_map of a quantised layer is missing");
+    assert_fault(layer.read_without("weight.quant_map"), "expected the tensor weight.quant_map");
+    assert_fault(layer.read_without("weight.nested_quant_map"), "expected the tensor weight.nested_quant_map");
     assert_fault(layer.read_without(NF4), "bitsandbytes, 4 bits");
     Ok(())
 }
@@ -123,12 +127,164 @@ fn bitsandbytes_four_bits_with_misfit_tensors_is_an_error() -> Result<()> {
 #[test]
 fn bitsandbytes_eight_bits_with_misfit_tensors_is_an_error() -> Result<()> {
     let parts = vec![part("weight", Dtype::I8, &[2, 64]), part("SCB", Dtype::F32, &[2])];
-    let layer = Layer { config: "{}", parts };
+    let layer = Layer { config: "{}", parts, metadata: None };
     layer.read(&layer.parts)?;
     assert_fault(layer.read_with(&part("SCB", Dtype::F32, &[3])), "SCB has [3] numbers, expected 2");
     assert_fault(layer.read_with(&part("SCB", Dtype::I32, &[2])), "SCB has dtype I32");
     assert_fault(layer.read_with(&part("weight", Dtype::I8, &[128])), "weight is no matrix");
     assert_fault(layer.read_with(&part("weight_format", Dtype::U8, &[1])), "weight_format is col32, expected row");
     assert_fault(layer.read_without("SCB"), "I8");
+    Ok(())
+}
+
+#[test]
+fn hqq_with_misfit_tensors_is_an_error() -> Result<()> {
+    let number = |name, value: i32| Part { bytes: value.to_le_bytes().to_vec(), ..part(name, Dtype::I32, &[]) };
+    let shape = |numbers: [i64; 2]| Part {
+        bytes: numbers.iter().flat_map(|number| number.to_le_bytes()).collect(),
+        ..part("shape", Dtype::I64, &[2])
+    };
+    let parts = vec![
+        part("W_q", Dtype::U8, &[2, 32]),
+        part("scale", Dtype::F16, &[4, 1]),
+        part("zero", Dtype::F16, &[4, 1]),
+        number("nbits", 4),
+        number("axis", 1),
+        shape([2, 64]),
+    ];
+    let layer = Layer { config: "{}", parts, metadata: None };
+    layer.read(&layer.parts)?;
+    assert_fault(layer.read_with(&number("nbits", 5)), "`nbits` is 5, expected 1, 2, 3, 4 or 8");
+    assert_fault(layer.read_with(&number("nbits", -4)), "nbits has a number below 0");
+    assert_fault(layer.read_with(&number("nbits", 3)), "`W_q` has 64 bytes, expected 1 rows of 32 codes of 3 bits");
+    assert_fault(layer.read_with(&part("nbits", Dtype::I32, &[2])), "nbits has 2 numbers, expected one");
+    assert_fault(layer.read_with(&number("axis", 0)), "`axis` is 0, expected 1");
+    assert_fault(layer.read_with(&number("quant_zero", 1)), "`quant_zero` is true");
+    assert_fault(layer.read_with(&shape([2, -64])), "shape has a number below 0");
+    assert_fault(layer.read_with(&shape([0, 64])), "`shape` is [0, 64], which 4 groups do not divide");
+    assert_fault(layer.read_with(&shape([1 << 40, 1 << 40])), "which 4 groups do not divide");
+    assert_fault(layer.read_with(&shape([1 << 40, 1 << 20])), "`W_q` has 64 bytes, expected 2 rows");
+    assert_fault(layer.read_with(&shape([1 << 40, 4])), "`W_q` has 64 bytes, expected 2 rows");
+    assert_fault(layer.read_with(&part("shape", Dtype::I64, &[3])), "expected a matrix");
+    assert_fault(
+        layer.read_with(&part("scale", Dtype::F16, &[1, 4])),
+        "`scale` has shape [1, 4], expected (groups, 1)",
+    );
+    assert_fault(layer.read_with(&part("scale", Dtype::F16, &[0, 1])), "which 0 groups do not divide");
+    assert_fault(layer.read_with(&part("zero", Dtype::F16, &[3, 1])), "zero has [3, 1] numbers, expected 4");
+    for name in ["shape", "nbits", "axis", "zero"] {
+        assert_fault(layer.read_without(name), &format!("expected the tensor {name}"));
+    }
+    Ok(())
+}
+
+const MXFP4: &str = r#"{"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}"#;
+
+#[test]
+fn mlx_modes_with_misfit_tensors_are_errors() -> Result<()> {
+    let parts = vec![part("weight", Dtype::U32, &[2, 8]), part("scales", Dtype::U8, &[2, 2])];
+    let with = |config| Layer { config, parts: parts.clone(), metadata: None };
+    let layer = with(MXFP4);
+    layer.read(&layer.parts)?;
+    assert_fault(layer.read_with(&part("scales", Dtype::F16, &[2, 2])), "`scales` has dtype F16, expected U8");
+    assert_fault(layer.read_with(&part("scales", Dtype::U8, &[2, 4])), "4 bits in groups of 32, which does not fit");
+    assert_fault(layer.read_with(&part("scales", Dtype::U8, &[1, 2])), "which does not fit");
+    assert_fault(layer.read_with(&part("global_scale", Dtype::F32, &[1])), "`global_scale` multiplies the weight");
+    let read = |config| with(config).read(&parts);
+    assert_fault(read(r#"{"quantization": {"mode": "mxfp5"}}"#), "the mode \"mxfp5\"");
+    assert_fault(read(r#"{"quantization": {"bits": 8, "mode": "mxfp4"}}"#), "8 bits in groups of 32");
+    assert_fault(
+        read(r#"{"quantization": {"bits": 4, "group_size": 32}}"#),
+        "`biases` is not a matrix of shape (2, 2)",
+    );
+    assert_fault(read(r#"{"quantization": {"bits": 4, "group_size": 0}}"#), "4 bits in groups of 0");
+    assert_fault(read("{}"), "expected `bits` and `group_size`");
+    // The settings of the module replace the settings of the model.
+    read(r#"{"quantization": {"bits": 8, "q_proj": {"mode": "mxfp4"}}}"#)
+}
+
+#[test]
+fn quanto_with_misfit_tensors_is_an_error() -> Result<()> {
+    let parts = vec![
+        part("weight._data._data", Dtype::U8, &[2, 32]),
+        part("weight._scale", Dtype::F16, &[4, 1]),
+        part("weight._shift", Dtype::F16, &[4, 1]),
+    ];
+    let layer = Layer { config: r#"{"hidden_size": 64}"#, parts, metadata: None };
+    layer.read(&layer.parts)?;
+    let scale = |shape: &[usize]| part("weight._scale", Dtype::F16, shape);
+    assert_fault(layer.read_with(&scale(&[1, 4])), "not both there");
+    assert_fault(layer.read_with(&scale(&[5, 1])), "weight._shift has [4, 1] numbers, expected 5");
+    let two_groups = vec![
+        part("weight._data._data", Dtype::U8, &[1, 64]),
+        part("weight._scale", Dtype::F16, &[2, 1]),
+        part("weight._shift", Dtype::F16, &[2, 1]),
+    ];
+    assert_fault(layer.read(&two_groups), "has 1 rows for 2 groups, expected rows of 2 or 4 bits");
+    let with = |config| Layer { config, parts: layer.parts.clone(), metadata: None }.read(&layer.parts);
+    assert_fault(with("{}"), "the shape of the weight is not in the file");
+    assert_fault(with(r#"{"hidden_size": 48}"#), "4 groups of 32 numbers do not have rows of 48");
+    let eight =
+        Layer { config: "{}", parts: vec![part("weight._data", Dtype::I8, &[2, 64]), scale(&[2, 1])], metadata: None };
+    eight.read(&eight.parts)?;
+    assert_fault(eight.read_with(&scale(&[3, 1])), "weight._scale has shape [3, 1], which does not fit");
+    assert_fault(eight.read_with(&part("weight._data", Dtype::U8, &[2, 64])), "weight._data has dtype U8");
+    assert_fault(eight.read_without("weight._scale"), "weight._scale is not there");
+    Ok(())
+}
+
+#[test]
+fn nvfp4_with_misfit_tensors_is_an_error() -> Result<()> {
+    let parts = vec![
+        part("weight", Dtype::U8, &[2, 32]),
+        part("weight_scale", Dtype::F8_E4M3, &[2, 4]),
+        part("weight_scale_2", Dtype::F32, &[]),
+        part("input_scale", Dtype::F32, &[]),
+    ];
+    let layer = Layer { config: "{}", parts, metadata: None };
+    layer.read(&layer.parts)?;
+    let scale = |dtype, shape: &[usize]| part("weight_scale", dtype, shape);
+    assert_fault(layer.read_with(&scale(Dtype::F8_E4M3, &[3, 4])), "weight_scale is no matrix of F8_E4M3 with 2 rows");
+    assert_fault(layer.read_with(&scale(Dtype::U8, &[2, 4])), "weight_scale is no matrix of F8_E4M3");
+    assert_fault(layer.read_with(&scale(Dtype::F8_E4M3, &[2, 0])), "weight_scale has 0 columns");
+    assert_fault(layer.read_with(&scale(Dtype::F8_E4M3, &[2, 5])), "weight_scale has 5 columns");
+    assert_fault(layer.read_with(&scale(Dtype::F8_E4M3, &[8])), "are not both there as matrices");
+    assert_fault(
+        layer.read_with(&part("weight_scale_2", Dtype::F32, &[2])),
+        "weight_scale_2 has [2] numbers, expected 1",
+    );
+    assert_fault(layer.read_with(&part("pre_quant_scale", Dtype::F32, &[64])), "pre_quant_scale multiplies the inputs");
+    Ok(())
+}
+
+#[test]
+fn torchao_with_misfit_tensors_is_an_error() -> Result<()> {
+    let parts = vec![part("_weight_qdata", Dtype::I8, &[2, 64]), part("_weight_scale", Dtype::F32, &[2, 1])];
+    let mut layer = Layer { config: "{}", parts, metadata: None };
+    layer.metadata = Some(r#"{"_type": "Int8Tensor"}"#);
+    layer.read(&layer.parts)?;
+    assert_fault(layer.read_with(&part("_weight_scale", Dtype::F32, &[3, 1])), "_weight_scale has shape [3, 1]");
+    assert_fault(layer.read_with(&part("_weight_zero_point", Dtype::I8, &[3])), "_weight_zero_point has [3] numbers");
+    assert_fault(layer.read_with(&part("_weight_zero_point", Dtype::I32, &[2])), "_weight_zero_point has dtype I32");
+    assert_fault(layer.read_with(&part("_weight_act_pre_scale", Dtype::F32, &[64])), "multiplies the inputs");
+    assert_fault(layer.read_with(&part("_weight_qdata", Dtype::I32, &[2, 64])), "an Int8Tensor of I32, expected");
+    assert_fault(layer.read_without("_weight_scale"), "_weight_scale is not there");
+    let four = Part { bytes: vec![1; 64], ..part("_weight_qdata", Dtype::I8, &[2, 32]) };
+    for (metadata, expected) in [
+        (None, "no metadata of the weight"),
+        (Some("{"), "the metadata of the weight cannot be read"),
+        (Some("[]"), "the weight is an  of I8, expected"),
+        (Some(r#"{"_type": "Int4TilePackedTo4dTensor"}"#), "an Int4TilePackedTo4dTensor of I8, expected"),
+        (Some(r#"{"_type": "IntxUnpackedToInt8Tensor"}"#), "target_dtype is \"\", expected int1 to int8"),
+        (Some(r#"{"_type": "Int4Tensor"}"#), "_weight_scale and _weight_zero_point are not both of shape (1, 2)"),
+    ] {
+        layer.metadata = metadata;
+        let scales = part("_weight_scale", Dtype::F32, &[1, 2]);
+        assert_fault(layer.read(&[four.clone(), scales]), expected);
+    }
+    // 3 bits have numbers from -4 to 3.
+    layer.metadata = Some(r#"{"_type": "IntxUnpackedToInt8Tensor", "_data": {"target_dtype": {"_data": "int3"}}}"#);
+    let large = Part { bytes: vec![4; 128], ..part("_weight_qdata", Dtype::I8, &[2, 64]) };
+    assert_fault(layer.read_with(&large), "_weight_qdata has the number 4, expected 3 bits");
     Ok(())
 }

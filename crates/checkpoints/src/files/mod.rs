@@ -14,7 +14,7 @@ mod stored;
 #[cfg(feature = "hub")]
 pub(crate) use self::safetensors::ShardIndex;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ use stored::Entry;
 pub(crate) use layers::OF_MLX;
 pub(crate) use stored::one_less;
 
-use candle_attention_modules::base::{SCALES, moved_names, root};
+use candle_attention_modules::base::{ConfigMethod, SCALES, moved_names, root};
 
 /// Opens the weights at `path` and returns a builder that converts them to `dtype`: [`Checkpoint::open`] and
 /// [`Checkpoint::var_builder`] in one.
@@ -127,6 +127,7 @@ impl Checkpoint {
         let mut entries = BTreeMap::new();
         let mut safetensors = Vec::new();
         let mut files_of_mlx = BTreeSet::new();
+        let mut metadata = HashMap::new();
         let mut n_head = None;
         for file in files.iter().map(AsRef::as_ref) {
             refuse_cut_tensors(file)?;
@@ -140,6 +141,7 @@ impl Checkpoint {
                 if contents.is_of_mlx {
                     files_of_mlx.insert(Arc::from(file));
                 }
+                metadata.extend(contents.metadata);
                 contents.entries
             };
             for (name, entry) in with_dots(file_entries) {
@@ -151,21 +153,18 @@ impl Checkpoint {
         }
         let config = match n_head {
             Some(n_head) => json!({"model_args": {"n_head": n_head}}),
-            None => {
-                let text = std::fs::read(first.as_ref().with_file_name("config.json")).unwrap_or_default();
-                serde_json::from_slice(&text).unwrap_or_default()
-            }
+            None => config_next_to(first.as_ref()),
         };
         let origin = mlx::undo(&mut entries, &files_of_mlx, &config);
-        join_quantized(&mut entries, &config);
+        join_quantized(&mut entries, &config, &metadata);
         Ok(Self { entries: Arc::new(entries), safetensors, config, origin })
     }
 
     /// Returns a builder at the root of the checkpoint, which reads each tensor from its file when a layer requests it.
     ///
     /// A quantised layer has one weight (out, in), which the builder returns dequantised. A builder of
-    /// [`DType::F8E4M3`] returns floats of 8 bits as stored, without their scales. A weight of a method that is not read
-    /// is an error that names the method.
+    /// [`DType::F8E4M3`] returns floats of 8 bits as stored, without their scales. A weight of a method that is not
+    /// read is an error that names the method.
     ///
     /// # Errors
     /// None at present.
@@ -235,10 +234,29 @@ fn with_dots(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
     renamed
 }
 
+/// Returns the config.json next to a file; null without one. ModelOpt may write what it says of quantisation into
+/// hf_quant_config.json.
+fn config_next_to(file: &Path) -> Value {
+    let read = |name| -> Value {
+        let text = std::fs::read(file.with_file_name(name)).unwrap_or_default();
+        serde_json::from_slice(&text).unwrap_or_default()
+    };
+    let mut config = read("config.json");
+    if ConfigMethod::object(&config).is_none()
+        && let Some(quantization) = read("hf_quant_config.json").get("quantization")
+    {
+        match config.as_object_mut() {
+            Some(object) => drop(object.insert("quantization_config".to_string(), quantization.clone())),
+            None => config = json!({"quantization_config": quantization}),
+        }
+    }
+    config
+}
+
 /// Replaces the tensors of quantised layers by one weight each.
-fn join_quantized(entries: &mut BTreeMap<String, Entry>, config: &Value) {
+fn join_quantized(entries: &mut BTreeMap<String, Entry>, config: &Value, metadata: &HashMap<String, String>) {
     let raw = entries.iter().filter_map(|(name, entry)| Some((name.clone(), entry.raw()?))).collect();
-    let quantized = quantized::layers(&raw, config);
+    let quantized = quantized::layers(&raw, config, metadata);
     for layer in quantized.layers {
         let removed: Vec<_> = layer.tensors.iter().map(|tensor| entries.remove(tensor)).collect();
         let entry = match layer.entry {

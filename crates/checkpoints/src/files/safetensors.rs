@@ -32,6 +32,8 @@ pub(super) struct Contents {
     pub entries: BTreeMap<String, Entry>,
     /// Whether MLX wrote the file.
     pub is_of_mlx: bool,
+    /// The texts of the header. torchao has one for each weight.
+    pub metadata: HashMap<String, String>,
 }
 
 /// Reads the names, shapes and offsets of the tensors of a safetensors file, from its header.
@@ -54,8 +56,8 @@ pub(super) fn contents(path: &Path) -> Result<Contents> {
     let mut text = Vec::new();
     file.take(len).read_to_end(&mut text)?;
     let header: Header = serde_json::from_slice(&text).map_err(SafeTensorError::InvalidHeaderDeserialization)?;
-    let is_of_mlx =
-        header.metadata.is_some_and(|metadata| metadata.get("format").is_some_and(|format| format == "mlx"));
+    let metadata = header.metadata.unwrap_or_default();
+    let is_of_mlx = metadata.get("format").is_some_and(|format| format == "mlx");
     let mut tensors: Vec<_> = header.tensors.into_iter().collect();
     tensors.sort_by_key(|(_, info)| info.data_offsets);
     let end = tensors.last().map_or(0, |(_, info)| info.data_offsets.1);
@@ -95,7 +97,7 @@ pub(super) fn contents(path: &Path) -> Result<Contents> {
         };
         entries.insert(name, entry);
     }
-    Ok(Contents { entries, is_of_mlx })
+    Ok(Contents { entries, is_of_mlx, metadata })
 }
 
 /// The index of a checkpoint: the shard of each tensor.

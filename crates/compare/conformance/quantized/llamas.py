@@ -47,7 +47,7 @@ def write_logits(name, model, want):
     The libraries' own products round activations, or are in another dtype, on a CPU.
     """
     config = copy.deepcopy(model.config)
-    del config.quantization_config
+    vars(config).pop("quantization_config", None)
     plain = transformers.LlamaForCausalLM(config).float()
     own = {**model.state_dict(), **{key: torch.from_numpy(array) for key, array in want.items()}}
     with torch.no_grad():

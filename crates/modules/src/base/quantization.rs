@@ -12,7 +12,7 @@ struct Method {
 }
 
 /// The methods. If another method has the tensors of one too, the one with more tensors comes first.
-const METHODS: [Method; 17] = [
+const METHODS: [Method; 18] = [
     Method { name: "GPTQ", tensors: &["qweight", "g_idx"] },
     Method { name: "AWQ or GPTQ", tensors: &["qweight", "qzeros"] },
     Method { name: "GPTQ or AWQ", tensors: &["qweight"] },
@@ -26,6 +26,7 @@ const METHODS: [Method; 17] = [
     Method { name: "HQQ", tensors: &["W_q"] },
     Method { name: "torchao", tensors: &["_weight_qdata"] },
     Method { name: "quanto", tensors: &["weight._data"] },
+    Method { name: "quanto, 2 or 4 bits", tensors: &["weight._data._data"] },
     Method { name: "EETQ", tensors: &["weight_scales"] },
     Method { name: "AQLM", tensors: &["codes", "codebooks"] },
     Method { name: "MLX", tensors: &["scales", "biases"] },

@@ -33,14 +33,14 @@ pub(crate) struct Block {
     pub columns: usize,
 }
 
-/// A weight of matrices with rows of floats, each matrix with a grid of scales.
+/// How the scales of a weight belong to its rows: each matrix of the weight has a grid of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Grid {
+pub(super) struct Grid {
     /// The rows of all matrices.
-    all_rows: usize,
+    pub all_rows: usize,
     /// The rows of a matrix.
     rows: usize,
-    columns: usize,
+    pub columns: usize,
     block: Block,
     /// The rows of the grid of a matrix.
     grid_rows: usize,
@@ -49,7 +49,7 @@ struct Grid {
 
 impl Grid {
     /// Returns how a scale belongs to a weight; `None` for a scale of another shape.
-    fn new(weight: &[usize], scale: &[usize], configured: Option<Block>) -> Option<Self> {
+    pub(super) fn new(weight: &[usize], scale: &[usize], configured: Option<Block>) -> Option<Self> {
         let (columns, leading) = weight.split_last()?;
         let (columns, all_rows) = (*columns, leading.iter().product());
         let grid = |rows, block: Block, grid_rows, grid_columns| {
@@ -89,7 +89,7 @@ impl Grid {
     }
 
     /// Returns the number of neighbouring columns whose scale is the same in all groups of that many.
-    fn group(&self) -> usize {
+    pub(super) fn group(&self) -> usize {
         if self.grid_columns <= 1 {
             self.columns.max(1)
         } else {
@@ -98,7 +98,7 @@ impl Grid {
     }
 
     /// Returns the scale of each group of each row.
-    fn of_groups<T: Copy>(&self, scales: &[T]) -> Vec<T> {
+    pub(super) fn of_groups<T: Copy>(&self, scales: &[T]) -> Vec<T> {
         let group = self.group();
         let mut numbers = Vec::with_capacity(self.all_rows * (self.columns / group));
         for row in 0..self.all_rows {
@@ -169,7 +169,7 @@ mod tests {
         let numbers: Vec<usize> = (0..scale.iter().product()).collect();
         let of_groups = grid.of_groups(&numbers);
         let rows = of_groups.chunks(grid.columns / grid.group());
-        Some(rows.map(|row| row.iter().flat_map(|&scale| vec![scale; grid.group()]).collect()).collect())
+        Some(rows.map(|row| row.iter().flat_map(|&number| vec![number; grid.group()]).collect()).collect())
     }
 
     #[test]

@@ -1,69 +1,139 @@
-//! MLX: `weight` (out, in · bits / 32) of U32 with `scales` and `biases` (out, in / group).
+//! MLX: `weight` (out, in · bits / 32) of U32 with `scales` (out, in / group), as mlx-lm saves layers and embeddings.
 //!
-//! mlx-lm saves layers so. In the mode `affine`, a number is `code · scale + bias`.
+//! | mode | codes | scales | a number |
+//! | --- | --- | --- | --- |
+//! | `affine` | whole numbers of 2, 3, 4, 5, 6 or 8 bits | floats, with `biases` | `code · scale + bias` |
+//! | `mxfp4` | E2M1 | E8M0 for groups of 32 | `float · scale` |
+//! | `mxfp8` | E4M3 | E8M0 for groups of 32 | `float · scale` |
+//! | `nvfp4` | E2M1 | E4M3 for groups of 16 | `float · scale` |
+//!
+//! `code · scale + bias` is rounded once here. MLX rounds the product too, which changes the last bit of some numbers
+//! where scales are in f32; products of codes with scales in f16 or bf16 are exact.
 
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
 use safetensors::Dtype;
+use serde_json::Value;
 
 use super::bits::append_stream;
+use super::floats::{E2M1, e4m3_times, e8m0};
 use super::tensors::Tensors;
 use super::{Format, Found, Module};
-use candle_attention_modules::base::{CodeValues, QuantizedWeight};
+use candle_attention_modules::base::{CodeValues, Float8, GroupNumbers, QuantizedWeight};
 
-/// The mode `affine`.
+/// A way of quantising.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Affine,
+    Mxfp4,
+    Mxfp8,
+    Nvfp4,
+}
+
+/// A layer with its settings.
 #[derive(Debug)]
-struct Affine {
+struct Layer {
     outputs: usize,
     inputs: usize,
     bits: usize,
     group: usize,
+    mode: Mode,
 }
 
-/// Finds a layer of the mode `affine`.
+impl Mode {
+    fn of(settings: &Value) -> Result<Self> {
+        match settings["mode"].as_str() {
+            None | Some("affine") => Ok(Self::Affine),
+            Some("mxfp4") => Ok(Self::Mxfp4),
+            Some("mxfp8") => Ok(Self::Mxfp8),
+            Some("nvfp4") => Ok(Self::Nvfp4),
+            Some(other) => bail!("the config has the mode {other:?}, expected affine, mxfp4, mxfp8 or nvfp4"),
+        }
+    }
+
+    /// Returns the bits of codes where the config does not say them.
+    fn usual_bits(self) -> u64 {
+        if self == Self::Mxfp8 { 8 } else { 4 }
+    }
+
+    /// Returns the size of groups where the config does not say it.
+    fn usual_group(self) -> u64 {
+        match self {
+            Self::Affine => 64,
+            Self::Mxfp4 | Self::Mxfp8 => 32,
+            Self::Nvfp4 => 16,
+        }
+    }
+
+    fn has_bits(self, bits: usize) -> bool {
+        match self {
+            Self::Affine => matches!(bits, 2..=6 | 8),
+            Self::Mxfp4 | Self::Nvfp4 => bits == 4,
+            Self::Mxfp8 => bits == 8,
+        }
+    }
+}
+
+/// Finds a layer of MLX.
 pub(super) fn find(module: &Module) -> Result<Option<Found>> {
     let tensors = module.tensors;
     let is_words = tensors.get("weight").is_some_and(|weight| weight.dtype == Dtype::U32);
     let (Some([outputs, words]), Some([rows, groups])) = (tensors.matrix("weight"), tensors.matrix("scales")) else {
         return Ok(None);
     };
-    if !is_words || tensors.matrix("biases") != Some([rows, groups]) {
+    if !is_words {
         return Ok(None);
     }
     let settings = module.settings.object();
-    // Settings by module have priority.
-    let own = &settings[module.name];
-    let number = |key: &str| own[key].as_u64().or_else(|| settings[key].as_u64());
-    let (Some(bits), Some(group)) = (number("bits"), number("group_size")) else {
+    if !settings.is_object() {
         bail!("expected `bits` and `group_size` in `quantization` of the config.json next to the file")
-    };
-    let (bits, group) = (bits as usize, group as usize);
+    }
+    // The settings of a module replace the settings of the model.
+    let own = if settings[module.name].is_object() { &settings[module.name] } else { settings };
+    let mode = Mode::of(own)?;
+    let bits = own["bits"].as_u64().unwrap_or(mode.usual_bits()) as usize;
+    let group = own["group_size"].as_u64().unwrap_or(mode.usual_group()) as usize;
     let inputs = groups.saturating_mul(group);
-    if !matches!(bits, 2..=6 | 8) || inputs.checked_mul(bits) != words.checked_mul(32) || rows != outputs {
+    if !mode.has_bits(bits) || inputs.checked_mul(bits) != words.checked_mul(32) || rows != outputs {
         bail!(
             "the config says {bits} bits in groups of {group}, which does not fit `weight` of shape ({outputs}, {words}) \
              and `scales` of shape ({rows}, {groups})"
         )
     }
-    let format = Arc::new(Affine { outputs, inputs, bits, group });
-    Ok(Some(Found { outputs, inputs, format, tensors: vec!["weight", "scales", "biases"] }))
+    if tensors.get("global_scale").is_some() {
+        bail!("`global_scale` multiplies the weight, which is not supported")
+    }
+    let mut used = vec!["weight", "scales"];
+    if mode == Mode::Affine {
+        if tensors.matrix("biases") != Some([rows, groups]) {
+            bail!(
+                "`biases` is not a matrix of shape ({rows}, {groups}), as `scales` is, expected one in the mode affine"
+            )
+        }
+        used.push("biases");
+    } else if tensors.dtype("scales")? != Dtype::U8 {
+        bail!("`scales` has dtype {:?}, expected U8 in the mode {mode:?}", tensors.dtype("scales")?)
+    }
+    Ok(Some(Found { outputs, inputs, format: Arc::new(Layer { outputs, inputs, bits, group, mode }), tensors: used }))
 }
 
-impl Format for Affine {
+impl Format for Layer {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
-        let &Self { outputs, inputs, bits, group } = self;
+        let &Self { outputs, inputs, bits, group, mode } = self;
         let mut codes = Vec::with_capacity(outputs * inputs);
         append_stream(&tensors.bytes("weight")?, bits, &mut codes);
-        Ok(QuantizedWeight {
-            outputs,
-            inputs,
-            bits,
-            codes,
-            group,
-            values: CodeValues::Minimums(tensors.numbers("biases")?),
-            scales: tensors.numbers("scales")?,
-            input_order: None,
-        })
+        let bytes = |table| Ok::<_, candle_core::Error>(GroupNumbers::Bytes { bytes: tensors.bytes("scales")?, table });
+        let scales = match mode {
+            Mode::Affine => tensors.numbers("scales")?,
+            Mode::Mxfp4 | Mode::Mxfp8 => bytes(e8m0())?,
+            Mode::Nvfp4 => bytes(e4m3_times(1.0))?,
+        };
+        let values = match mode {
+            Mode::Affine => CodeValues::Minimums(tensors.numbers("biases")?),
+            Mode::Mxfp4 | Mode::Nvfp4 => CodeValues::Table(E2M1),
+            Mode::Mxfp8 => CodeValues::Float8(Float8::E4M3),
+        };
+        Ok(QuantizedWeight { outputs, inputs, bits, codes, group, values, scales, input_order: None })
     }
 }

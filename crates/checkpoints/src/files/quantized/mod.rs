@@ -8,12 +8,15 @@ mod bits;
 mod bitsandbytes;
 pub(super) mod float8;
 pub(super) mod floats;
+mod hqq;
 mod mlx;
 mod nvfp4;
+mod quanto;
 mod settings;
 mod tensors;
+mod torchao;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::Arc;
 
@@ -27,8 +30,12 @@ use floats::float8_of;
 pub(super) use settings::Settings;
 use tensors::Tensors;
 
+/// A function that finds a layer of a method; `Ok(None)` for a module that is not one.
+type Finder = fn(&Module) -> Result<Option<Found>>;
+
 /// The methods, in the order in which they are looked for: if one has the tensors of another and more, it comes first.
-const FINDERS: [fn(&Module) -> Result<Option<Found>>; 4] = [bitsandbytes::find, mlx::find, nvfp4::find, float8::find];
+const FINDERS: [Finder; 7] =
+    [bitsandbytes::find, hqq::find, torchao::find, quanto::find, mlx::find, nvfp4::find, float8::find];
 
 /// A method of quantisation with the settings of one layer.
 trait Format: fmt::Debug + Send + Sync {
@@ -43,6 +50,8 @@ struct Module<'a> {
     /// The tensors below it.
     tensors: &'a Tensors,
     settings: &'a Settings,
+    /// The text that the header of its file has for the tensor `weight`.
+    metadata: Option<&'a str>,
 }
 
 /// A quantised layer that was found.
@@ -87,9 +96,13 @@ pub(super) struct QuantizedLayers {
     pub unused: Vec<String>,
 }
 
-/// Finds the quantised layers among the tensors of a checkpoint. Layers of methods that are not known are not among
-/// them; reading them is an error that names the method.
-pub(super) fn layers(tensors: &BTreeMap<String, RawTensor>, config: &Value) -> QuantizedLayers {
+/// Finds the quantised layers among the tensors of a checkpoint; `metadata` has the texts of the headers of its files.
+/// Layers of methods that are not known are not among them; reading them is an error that names the method.
+pub(super) fn layers(
+    tensors: &BTreeMap<String, RawTensor>,
+    config: &Value,
+    metadata: &HashMap<String, String>,
+) -> QuantizedLayers {
     let settings = Settings::new(config);
     let mut modules: BTreeMap<&str, Tensors> = BTreeMap::new();
     let mut layers = Vec::new();
@@ -98,13 +111,15 @@ pub(super) fn layers(tensors: &BTreeMap<String, RawTensor>, config: &Value) -> Q
         modules.entry(module).or_default().insert(tensor, raw.clone());
         if tensor != "weight" && float8_of(raw.dtype).is_some() {
             let own = parameter(name, tensors);
-            let full_name = |tensor: &str| tensor.replacen("weight", name, 1);
-            layers.extend(layer(&Module { name, tensors: &own, settings: &settings }, full_name));
+            let full_name = |own_name: &str| own_name.replacen("weight", name, 1);
+            let parameter_module = Module { name, tensors: &own, settings: &settings, metadata: None };
+            layers.extend(layer(&parameter_module, full_name));
         }
     }
     for (name, own) in &modules {
         let full_name = |tensor: &str| if name.is_empty() { tensor.to_string() } else { format!("{name}.{tensor}") };
-        layers.extend(layer(&Module { name, tensors: own, settings: &settings }, full_name));
+        let of_weight = metadata.get(&full_name("weight")).map(String::as_str);
+        layers.extend(layer(&Module { name, tensors: own, settings: &settings, metadata: of_weight }, full_name));
     }
     let unused = if layers.is_empty() { Vec::new() } else { scales_of_caches(tensors) };
     QuantizedLayers { layers, unused }
@@ -131,7 +146,7 @@ fn layer(module: &Module, full_name: impl Fn(&str) -> String) -> Option<Quantize
         Err(error) => return Some(QuantizedLayer { weight, tensors: Vec::new(), entry: Err(error) }),
     };
     // A tensor of floats of 8 bits keeps its dimensions.
-    let of_codes = module.tensors.get("weight").map(|weight| &weight.shape);
+    let of_codes = module.tensors.get("weight").map(|codes| &codes.shape);
     let shape = match of_codes {
         Some(shape) if shape.iter().product::<usize>() == found.outputs * found.inputs => shape.clone(),
         _ => vec![found.outputs, found.inputs],

@@ -43,7 +43,7 @@ impl Tensors {
     fn find(&self, name: &str) -> Result<&RawTensor> {
         match self.0.get(name) {
             Some(tensor) => Ok(tensor),
-            None => bail!("the tensor {name} of a quantised layer is missing"),
+            None => bail!("expected the tensor {name} of a quantised layer, found none"),
         }
     }
 
@@ -73,6 +73,37 @@ impl Tensors {
     /// Reads the bytes of a tensor.
     pub(super) fn bytes(&self, name: &str) -> Result<Vec<u8>> {
         self.find(name)?.read()
+    }
+
+    /// Reads a tensor of whole numbers from 0 on.
+    pub(super) fn integers(&self, name: &str) -> Result<Vec<usize>> {
+        let tensor = self.find(name)?;
+        let bytes = tensor.read()?;
+        let mut numbers = Vec::new();
+        let size = match tensor.dtype {
+            Dtype::U8 => 1,
+            Dtype::I32 => 4,
+            Dtype::I64 => 8,
+            other => bail!("{name} has dtype {other:?}, expected U8, I32 or I64"),
+        };
+        for own in bytes.chunks_exact(size) {
+            let mut wide = [0; 8];
+            wide[..size].copy_from_slice(own);
+            // A negative number is too large.
+            match usize::try_from(i64::from_le_bytes(wide)) {
+                Ok(number) if size == 8 || number < 1 << 31 => numbers.push(number),
+                _ => bail!("{name} has a number below 0, expected whole numbers from 0 on"),
+            }
+        }
+        Ok(numbers)
+    }
+
+    /// Reads a tensor of one whole number.
+    pub(super) fn integer(&self, name: &str) -> Result<usize> {
+        match self.integers(name)?[..] {
+            [number] => Ok(number),
+            ref other => bail!("{name} has {} numbers, expected one", other.len()),
+        }
     }
 
     /// Reads a tensor of floats as numbers of groups, in the order in which they are stored.
