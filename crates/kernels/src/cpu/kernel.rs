@@ -27,10 +27,18 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
     unsafe fn load_u8(from: *const u8) -> Self;
     /// Loads the two bf16 of each of `LANES` words.
     unsafe fn load_pairs(from: *const f32) -> Pair<Self>;
+    /// Loads bytes as the highest bits of words whose other bits are zeros.
+    unsafe fn load_highest_bytes(from: *const u8) -> Self;
     /// Takes the highest 4 or 8 bits of each word. Where `IS_SIGNED`, the bits are in two's complement, and the number
     /// is multiplied by 2^(32 - BITS), since the bits stay at the top of the word: that takes one mask. Moving them
     /// down with their sign would take a second shift, which AMD's processors run on half of their ports.
     unsafe fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> TakenBits<Self>;
+    /// Takes the highest 4 bits of each word as the index of a number of a table of sixteen.
+    unsafe fn take_entries(self, table: *const f32) -> TakenBits<Self>;
+    /// Takes the highest 8 bits of each word as a float of 8 bits. The bits below its sign move down by `SHIFT` to
+    /// their places in an f32: the exponent's bias is then another one, so that the number is divided by
+    /// [`Float8::factor`](super::code_format::Float8::factor).
+    unsafe fn take_float8<const SHIFT: u32>(self) -> TakenBits<Self>;
     /// Stores bf16, rounded to the nearest, ties to even.
     unsafe fn store_bf16(self, to: *mut u16);
     unsafe fn store_f16(self, to: *mut u16);
@@ -94,6 +102,11 @@ pub struct TakenBits<V> {
     pub number: V,
     /// The words, shifted so that the next bits are the highest. The bits that were shifted in have no meaning.
     pub rest: V,
+}
+
+/// Returns the bits of an f32 at which [`Vector::take_float8`] puts the bits of a float of 8 bits.
+pub(super) const fn float8_mask(shift: u32) -> u32 {
+    1 << 31 | 0x7f00_0000 >> shift
 }
 
 /// Writes the methods of a [`Vector`], which all have the same attributes and the same reason to be sound.
@@ -248,13 +261,13 @@ pub(super) use compiled_for;
 
 /// The steps of depth of a panel that are stored together.
 #[derive(Clone, Copy)]
-pub struct ColumnBlock {
+pub struct ColumnBlock<'a> {
     /// The first word of the block: of its scales if it has any, and of its numbers otherwise.
     pub at: *const f32,
     /// The columns of the panel.
     pub panel: usize,
     /// The format of the panel.
-    pub format: Format,
+    pub format: &'a Format,
 }
 
 /// A format of the columns of B.

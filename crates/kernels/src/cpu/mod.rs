@@ -16,6 +16,8 @@ mod arch {
 }
 mod cache;
 mod child;
+mod code_columns;
+mod code_format;
 mod columns;
 mod detection;
 mod dispatch;
@@ -31,15 +33,18 @@ pub(crate) mod tests;
 mod threads;
 
 pub(crate) use cache::second_cache;
-pub(crate) use columns::{WithColumns, with_columns};
+pub use code_format::{CODE_BLOCK, NESTED_BLOCK};
+pub(crate) use code_format::{
+    CodeFormat, CodeTable, CodeValues, Float8, GROUPS_BLOCK, GroupFormat, NumberFormat, Offset, ScaleFormat,
+};
+pub(crate) use columns::{WithColumns, with_columns, with_number_columns};
 pub(crate) use dispatch::{dispatch_bf16, dispatch_f32, kernel_layout};
 pub(crate) use functions::{EXP2_MIN, erfc, prefetch_bytes, sigmoid, tanh};
 pub use instruction_set::{InstructionSet, UnsupportedInstructionSet};
 pub(crate) use kernel::{ColumnBlock, Columns, Kernel, Layout, MAX_LANES, SimdTask, Vector};
 pub use memory::large_page_vec;
 pub(crate) use memory::{Scratch, SharedPtr, Unwritten};
-pub use panel::{CODE_BLOCK, NESTED_BLOCK};
-pub(crate) use panel::{CodeFormat, Format, LeftOperand, MAX_COLUMNS, PanelProduct, ScaleFormat};
+pub(crate) use panel::{Format, LeftOperand, MAX_COLUMNS, PanelProduct};
 pub(crate) use product::{add_products, multiply};
 pub(crate) use threads::for_each_index;
 pub use threads::{WorkSize, Workers, for_each_chunk, for_each_task};

@@ -4,15 +4,10 @@ use std::fmt;
 
 use half::f16;
 
+use super::code_format::CodeFormat;
+
 /// The most columns that a panel of any kernel has.
 pub(crate) const MAX_COLUMNS: usize = 64;
-
-/// The inputs of a weight of codes that share a scale and a minimum in f16.
-pub const CODE_BLOCK: usize = 32;
-
-/// The inputs of a weight of codes that share the factors of its scales and minimums, where these are whole numbers.
-/// The blocks of inputs whose products are summed are a multiple of it.
-pub const NESTED_BLOCK: usize = 64;
 
 /// The steps of depth that a word of two bf16 stores.
 pub(super) const BF16_PAIR: usize = 2;
@@ -59,70 +54,8 @@ pub enum Format {
     /// kernels widen them in one instruction.
     BF16,
     F16,
-    /// Blocks of codes, which [`columns`](super::columns) describes.
+    /// Blocks of codes, which [`code_columns`](super::code_columns) describes.
     Codes(CodeFormat),
-}
-
-/// The format of a weight of codes.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct CodeFormat {
-    /// The bits of a code, 4 or 8.
-    pub bits: usize,
-    pub has_minimums: bool,
-    pub scales: ScaleFormat,
-}
-
-/// The format of the scales of codes, and of their minimums if they have any.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum ScaleFormat {
-    /// A number in f16 for each [`CODE_BLOCK`] inputs.
-    F16,
-    /// A whole number of 8 bits for each `group` inputs, times a factor in f16 for each [`NESTED_BLOCK`] inputs.
-    Nested { group: usize },
-}
-
-impl CodeFormat {
-    /// Returns the number of inputs that are stored together.
-    pub fn block(self) -> usize {
-        match self.scales {
-            ScaleFormat::F16 => CODE_BLOCK,
-            ScaleFormat::Nested { .. } => NESTED_BLOCK,
-        }
-    }
-
-    /// Returns the number of inputs that share a scale.
-    pub fn group(self) -> usize {
-        match self.scales {
-            ScaleFormat::F16 => CODE_BLOCK,
-            ScaleFormat::Nested { group } => group,
-        }
-    }
-
-    /// Returns the bytes of the scales of one column of a block. Its minimums take the same bytes.
-    fn scale_bytes(self) -> usize {
-        match self.scales {
-            ScaleFormat::F16 => size_of::<f16>(),
-            ScaleFormat::Nested { group } => size_of::<f16>() + NESTED_BLOCK / group,
-        }
-    }
-
-    /// Returns the bytes of one column of a block that come before its codes.
-    pub fn bytes_before_codes(self) -> usize {
-        if self.has_minimums { 2 * self.scale_bytes() } else { self.scale_bytes() }
-    }
-}
-
-impl fmt::Display for CodeFormat {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "codes of {} bits", self.bits)?;
-        if self.has_minimums {
-            f.write_str(" with minimums")?;
-        }
-        match self.scales {
-            ScaleFormat::F16 => Ok(()),
-            ScaleFormat::Nested { group } => write!(f, ", a scale of 8 bits for each {group}"),
-        }
-    }
 }
 
 impl fmt::Debug for Format {

@@ -86,7 +86,7 @@ unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
         }
         let mut b = product.b;
         for _ in 0..product.depth / B::BLOCK {
-            let block = ColumnBlock { at: b, panel: K::PANEL, format: product.format };
+            let block = ColumnBlock { at: b, panel: K::PANEL, format: &product.format };
             let group = B::group(&block);
             b = B::numbers(&block);
             for group_index in 0..B::BLOCK / group {

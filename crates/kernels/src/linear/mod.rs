@@ -17,6 +17,8 @@
 //! call: a block of a panel is then copied for the rows of one task. The gradient of the inputs reads a transposed
 //! weight ([`Right::Transposed`]), and the gradient of the weight reads both of its operands transposed.
 
+mod code_numbers;
+mod code_packing;
 mod codes;
 mod epilogue;
 mod matrix;
@@ -29,7 +31,7 @@ mod tests;
 mod weight;
 
 pub use crate::cpu::{CODE_BLOCK, NESTED_BLOCK};
-pub use codes::{Codes, NestedScales, Scales};
+pub use codes::{Codes, NestedScales, Scales, Values};
 pub use epilogue::{Activation, Epilogue, Up};
 pub use matrix::Matrix;
 pub use operands::Right;

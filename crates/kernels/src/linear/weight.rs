@@ -4,12 +4,11 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use half::f16;
-
+use super::code_numbers::unpack_codes;
 use super::matrix::Square;
 use crate::cpu::{
-    CodeFormat, ColumnBlock, Columns, Format, InstructionSet, Kernel, NESTED_BLOCK, PanelProduct, ScaleFormat, Scratch,
-    SharedPtr, SimdTask, Vector, WithColumns, WorkSize, Workers, for_each_index, multiply, with_columns,
+    ColumnBlock, Columns, Format, InstructionSet, Kernel, PanelProduct, Scratch, SharedPtr, SimdTask, Vector,
+    WithColumns, WorkSize, Workers, for_each_index, multiply, with_columns, with_number_columns,
 };
 use crate::error::Error;
 use crate::number::Number;
@@ -85,11 +84,13 @@ impl PackedWeight {
     }
 
     /// Returns whether both weights have the same shape, format and instruction set, so that one can be the other's
-    /// [`Up`](super::Up).
+    /// [`Up`](super::Up). Codes may have different scales and values.
     pub fn is_like(&self, other: &Self) -> bool {
+        let are_codes = matches!((self.format, other.format), (Format::Codes(_), Format::Codes(_)));
         self.outputs == other.outputs
             && self.inputs == other.inputs
-            && self.format == other.format
+            && self.padded == other.padded
+            && (are_codes || self.format == other.format)
             && self.instruction_set == other.instruction_set
     }
 
@@ -157,9 +158,15 @@ impl PackedWeight {
         widened[inputs.len() * V::LANES..].fill(0.0);
         let columns = column..column + V::LANES;
         let to = widened.as_mut_ptr();
-        // Inlined, since a call would take a part of the time of a square.
+        let widen = Widen { weight: self, panel, columns, inputs, to, stride: V::LANES };
         // SAFETY: as this method's contract.
-        unsafe { Widen { weight: self, panel, columns, inputs, to, stride: V::LANES }.run::<V>() };
+        unsafe {
+            match self.format {
+                Format::Codes(_) => V::run_simd(widen),
+                // Inlined, since a call would take a part of the time of a square.
+                _ => with_number_columns(self.format, WidenFormat::<V> { widen, vector: PhantomData }),
+            }
+        }
         SquareRows { at: widened.as_ptr(), stride: V::LANES }
     }
 
@@ -176,7 +183,7 @@ impl PackedWeight {
             // SAFETY: the step's numbers lie within the panel, by this method's contract.
             unsafe {
                 match self.format {
-                    Format::Codes(format) => self.unpack_codes(at, column, format, numbers),
+                    Format::Codes(ref format) => unpack_codes(at, self.panel, column, format, numbers),
                     Format::F32 | Format::BF16 | Format::F16 => {
                         let stored = at.cast::<E>().add(column * step);
                         for (n, number) in numbers.iter_mut().enumerate() {
@@ -187,64 +194,6 @@ impl PackedWeight {
             }
         }
     }
-
-    /// Computes the numbers of a column of a block of codes, whose first word is at `block`.
-    ///
-    /// # Safety
-    /// The block belongs to the weight.
-    unsafe fn unpack_codes<E: Number>(&self, block: *const f32, column: usize, format: CodeFormat, numbers: &mut [E]) {
-        let CodeFormat { bits, has_minimums, .. } = format;
-        // SAFETY: the scales and the words of codes lie within the block.
-        unsafe {
-            let words = block.byte_add(format.bytes_before_codes() * self.panel).cast::<u32>();
-            for (group, group_numbers) in numbers.chunks_mut(format.group()).enumerate() {
-                let CodeScale { scale, minimum } = self.code_scale(block, column, format, group);
-                for (n, number) in group_numbers.iter_mut().enumerate() {
-                    let at = group * format.group() + n;
-                    // The code is the highest bits of the word.
-                    let word = *words.add(at * bits / 32 * self.panel + column) << (at * bits % 32);
-                    *number = E::from_f32(match has_minimums {
-                        // The product is exact.
-                        true => (word >> (32 - bits)) as f32 * scale + minimum,
-                        false => (word.cast_signed() >> (32 - bits)) as f32 * scale,
-                    });
-                }
-            }
-        }
-    }
-
-    /// Returns the scale of a group of codes of a column of a block, whose first word is at `block`.
-    ///
-    /// # Safety
-    /// The block belongs to the weight.
-    unsafe fn code_scale(&self, block: *const f32, column: usize, format: CodeFormat, group: usize) -> CodeScale {
-        let halves = block.cast::<f16>();
-        let kinds = if format.has_minimums { 2 } else { 1 };
-        // Read only where there are minimums.
-        let at_minimum = (kinds - 1) * self.panel + column;
-        // SAFETY: the scales lie within the block.
-        unsafe {
-            let factor = (*halves.add(column)).to_f32();
-            let minimum_factor = (*halves.add(at_minimum)).to_f32();
-            let ScaleFormat::Nested { group: group_len } = format.scales else {
-                return CodeScale { scale: factor, minimum: minimum_factor };
-            };
-            let bytes = halves.add(kinds * self.panel).cast::<u8>();
-            let at = group * self.panel + column;
-            let scale = f32::from(*bytes.add(at));
-            if !format.has_minimums {
-                return CodeScale { scale: factor * (scale - 128.0), minimum: 0.0 };
-            }
-            let minimum = f32::from(*bytes.add(NESTED_BLOCK / group_len * self.panel + at));
-            CodeScale { scale: factor * scale, minimum: minimum_factor * minimum }
-        }
-    }
-}
-
-/// The scale of a group of codes, and their minimum if they have one.
-struct CodeScale {
-    scale: f32,
-    minimum: f32,
 }
 
 /// A square of f32 in memory, whose rows are `stride` words apart.
@@ -289,13 +238,17 @@ impl<V: Vector> WithColumns for WidenFormat<'_, V> {
     unsafe fn run<B: Columns>(self) {
         let Widen { weight, panel, columns, inputs, to, stride } = self.widen;
         for first in (inputs.start / B::BLOCK * B::BLOCK..inputs.end).step_by(B::BLOCK) {
-            let block = ColumnBlock { at: weight.at(panel, first), panel: weight.panel, format: weight.format };
+            let block = ColumnBlock { at: weight.at(panel, first), panel: weight.panel, format: &weight.format };
             let group = B::group(&block);
             for column in columns.clone().step_by(V::LANES) {
                 let column_to = to.wrapping_add(column - columns.start);
                 let mut words = B::numbers(&block);
                 for group_index in 0..B::BLOCK / group {
                     let group_start = first + group_index * group;
+                    if inputs.end <= group_start || group_start + group <= inputs.start {
+                        words = words.wrapping_byte_add(group / B::STEPS * B::BYTES * weight.panel);
+                        continue;
+                    }
                     // SAFETY: the fields have the sizes that they document, and the block lies within the panel.
                     unsafe {
                         let scales = B::scales::<V>(&block, group_index, column);

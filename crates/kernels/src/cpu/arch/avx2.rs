@@ -4,7 +4,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, TakenBits, Vector, compiled_for, simd_fns};
+use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, TakenBits, Vector, compiled_for, float8_mask, simd_fns};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -40,6 +40,28 @@ impl Vector for Avx2 {
             };
             let rest = _mm256_sll_epi32(words, _mm_cvtsi32_si128(BITS as i32));
             TakenBits { number: Self(_mm256_cvtepi32_ps(highest)), rest: Self(_mm256_castsi256_ps(rest)) }
+        }
+        fn load_highest_bytes(from: *const u8) -> Self {
+            let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
+            Self(_mm256_castsi256_ps(_mm256_slli_epi32::<24>(bytes)))
+        }
+        fn take_entries(self, table: *const f32) -> TakenBits<Self> {
+            // A permutation reads the lowest 3 bits of an index. The fourth, the sign of the word, chooses the half of
+            // the table.
+            let words = _mm256_castps_si256(self.0);
+            let index = _mm256_srli_epi32::<28>(words);
+            let lower = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
+            let upper = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.add(8)), index);
+            let rest = _mm256_castsi256_ps(_mm256_slli_epi32::<4>(words));
+            TakenBits { number: Self(_mm256_blendv_ps(lower, upper, self.0)), rest: Self(rest) }
+        }
+        fn take_float8<const SHIFT: u32>(self) -> TakenBits<Self> {
+            let words = _mm256_castps_si256(self.0);
+            // Shifted with its sign, and the copies of the sign are masked.
+            let mask = _mm256_set1_epi32(float8_mask(SHIFT).cast_signed());
+            let number = _mm256_and_si256(_mm256_sra_epi32(words, _mm_cvtsi32_si128(SHIFT as i32)), mask);
+            let rest = _mm256_slli_epi32::<8>(words);
+            TakenBits { number: Self(_mm256_castsi256_ps(number)), rest: Self(_mm256_castsi256_ps(rest)) }
         }
         fn load_f16(from: *const u16) -> Self { Self(_mm256_cvtph_ps(_mm_loadu_si128(from.cast()))) }
         fn store_bf16(self, to: *mut u16) {

@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, TakenBits, Vector, compiled_for, simd_fns};
+use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, TakenBits, Vector, compiled_for, float8_mask, simd_fns};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -73,6 +73,23 @@ impl Vector for Avx512 {
             };
             let rest = _mm512_slli_epi32::<8>(words);
             TakenBits { number: Self(_mm512_cvtepi32_ps(highest)), rest: Self(_mm512_castsi512_ps(rest)) }
+        }
+        fn load_highest_bytes(from: *const u8) -> Self {
+            let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
+            Self(_mm512_castsi512_ps(_mm512_slli_epi32::<24>(bytes)))
+        }
+        fn take_entries(self, table: *const f32) -> TakenBits<Self> {
+            let rotated = _mm512_rol_epi32::<4>(_mm512_castps_si512(self.0));
+            let numbers = _mm512_permutexvar_ps(rotated, _mm512_loadu_ps(table));
+            TakenBits { number: Self(numbers), rest: Self(_mm512_castsi512_ps(rotated)) }
+        }
+        fn take_float8<const SHIFT: u32>(self) -> TakenBits<Self> {
+            let words = _mm512_castps_si512(self.0);
+            // Shifted with its sign, and the copies of the sign are masked.
+            let mask = _mm512_set1_epi32(float8_mask(SHIFT).cast_signed());
+            let number = _mm512_and_si512(_mm512_srai_epi32::<SHIFT>(words), mask);
+            let rest = _mm512_slli_epi32::<8>(words);
+            TakenBits { number: Self(_mm512_castsi512_ps(number)), rest: Self(_mm512_castsi512_ps(rest)) }
         }
         fn load_f16(from: *const u16) -> Self { Self(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))) }
         fn store_bf16(self, to: *mut u16) {

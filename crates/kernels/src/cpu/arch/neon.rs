@@ -9,7 +9,7 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, TakenBits, Vector, compiled_for, simd_fns};
+use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, TakenBits, Vector, compiled_for, float8_mask, simd_fns};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -46,6 +46,27 @@ impl Vector for Neon {
             };
             let rest = vshlq_u32(words, vdupq_n_s32(BITS as i32));
             TakenBits { number: Self(highest), rest: Self(vreinterpretq_f32_u32(rest)) }
+        }
+        fn load_highest_bytes(from: *const u8) -> Self {
+            let bytes = vcreate_u8(u64::from(from.cast::<u32>().read_unaligned()));
+            Self(vreinterpretq_f32_u32(vshlq_n_u32::<24>(vmovl_u16(vget_low_u16(vmovl_u8(bytes))))))
+        }
+        fn take_entries(self, table: *const f32) -> TakenBits<Self> {
+            // A look-up of bytes: those of an entry are four neighbours of the table's 64.
+            let words = vreinterpretq_u32_f32(self.0);
+            let first = vshlq_n_u32::<2>(vshrq_n_u32::<28>(words));
+            let bytes = vmlaq_n_u32(vdupq_n_u32(0x0302_0100), first, 0x0101_0101);
+            let numbers = vqtbl4q_u8(vld1q_u8_x4(table.cast()), vreinterpretq_u8_u32(bytes));
+            let rest = vreinterpretq_f32_u32(vshlq_n_u32::<4>(words));
+            TakenBits { number: Self(vreinterpretq_f32_u8(numbers)), rest: Self(rest) }
+        }
+        fn take_float8<const SHIFT: u32>(self) -> TakenBits<Self> {
+            let words = vreinterpretq_u32_f32(self.0);
+            // Shifted with its sign, and the copies of the sign are masked.
+            let shifted = vshlq_s32(vreinterpretq_s32_u32(words), vdupq_n_s32(-(SHIFT as i32)));
+            let number = vandq_u32(vreinterpretq_u32_s32(shifted), vdupq_n_u32(float8_mask(SHIFT)));
+            let rest = vreinterpretq_f32_u32(vshlq_n_u32::<8>(words));
+            TakenBits { number: Self(vreinterpretq_f32_u32(number)), rest: Self(rest) }
         }
         fn load_f16(from: *const u16) -> Self { Self(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)))) }
         fn store_bf16(self, to: *mut u16) {

@@ -4,7 +4,7 @@ use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::{bf16, f16};
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, SimdTask, TakenBits, Vector, simd_fns};
+use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, SimdTask, TakenBits, Vector, float8_mask, simd_fns};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -88,6 +88,23 @@ impl Vector for Scalar {
                 false => (x.to_bits() >> (32 - BITS)) as f32,
             });
             TakenBits { number: highest, rest: self.map(|x| f32::from_bits(x.to_bits() << BITS)) }
+        }
+        fn load_highest_bytes(from: *const u8) -> Self {
+            let bytes = from.cast::<Lanes<u8>>().read_unaligned();
+            Self::each(|lane| f32::from_bits(u32::from(bytes[lane]) << 24))
+        }
+        fn take_entries(self, table: *const f32) -> TakenBits<Self> {
+            let table = table.cast::<[f32; 16]>().read_unaligned();
+            TakenBits {
+                number: self.map(|x| table[(x.to_bits() >> 28) as usize]),
+                rest: self.map(|x| f32::from_bits(x.to_bits() << 4)),
+            }
+        }
+        fn take_float8<const SHIFT: u32>(self) -> TakenBits<Self> {
+            TakenBits {
+                number: self.map(|x| f32::from_bits((x.to_bits().cast_signed() >> SHIFT).cast_unsigned() & float8_mask(SHIFT))),
+                rest: self.map(|x| f32::from_bits(x.to_bits() << 8)),
+            }
         }
         fn load_f16(from: *const u16) -> Self { Self(widen_f16(from.cast::<Lanes<u16>>().read_unaligned())) }
         fn store_bf16(self, to: *mut u16) { to.cast::<Lanes<bf16>>().write_unaligned(narrow(self.0, bf16::ZERO)) }

@@ -1,104 +1,11 @@
 //! Weights of codes, compared with weights of the same numbers in f32.
 
-use half::f16;
-
+use super::code_kinds::{CodeKind, OwnCodes, ScaleKind, ValueKind};
 use super::{numbers, rows_of, weight_shape};
 use crate::cpu::InstructionSet;
 use crate::cpu::tests::Sequence;
-use crate::linear::{
-    Activation, CODE_BLOCK, Codes, Epilogue, NESTED_BLOCK, NestedScales, PackedWeight, Product, Right, Scales, Up,
-    WeightShape, multiply_vec,
-};
-
-/// The kinds of codes: the bits of a code, whether blocks have minimums, and the group of nested scales.
-#[derive(Clone, Copy)]
-struct CodeKind {
-    bits: usize,
-    has_minimums: bool,
-    nested_group: Option<usize>,
-}
-
-impl CodeKind {
-    /// Returns every kind.
-    fn all() -> Vec<Self> {
-        let mut kinds = Vec::new();
-        for nested_group in [None, Some(16), Some(32)] {
-            for (bits, has_minimums) in [(4, false), (4, true), (8, false), (8, true)] {
-                kinds.push(Self { bits, has_minimums, nested_group });
-            }
-        }
-        kinds
-    }
-
-    /// Returns the number of inputs that share numbers in f16.
-    fn block(self) -> usize {
-        if self.nested_group.is_some() { NESTED_BLOCK } else { CODE_BLOCK }
-    }
-}
-
-/// The numbers of a weight of codes.
-struct OwnCodes {
-    kind: CodeKind,
-    codes: Vec<u8>,
-    /// The scales of blocks, or the factors of nested scales.
-    scales: Vec<f16>,
-    minimums: Vec<f16>,
-    /// The whole numbers of nested scales and minimums.
-    nested_scales: Vec<u8>,
-    nested_minimums: Vec<u8>,
-}
-
-impl OwnCodes {
-    /// Draws codes, and scales and minimums by `half`.
-    fn new(kind: CodeKind, shape: WeightShape, sequence: &mut Sequence, half: impl Fn(&mut Sequence) -> f16) -> Self {
-        let count = shape.outputs * shape.inputs;
-        let groups = count / kind.nested_group.unwrap_or(count);
-        let is_exact = kind.has_minimums && kind.nested_group.is_some();
-        let mut bytes =
-            |len: usize, bits: usize| (0..len).map(|_| (sequence.bits() as u8) >> (8 - bits)).collect::<Vec<_>>();
-        let codes = bytes(count, if is_exact { kind.bits.min(7) } else { kind.bits });
-        let nested_scales = bytes(groups, if is_exact { 6 } else { 8 });
-        let nested_minimums = bytes(groups, 8);
-        let mut halves = || (0..count / kind.block()).map(|_| half(sequence)).collect::<Vec<_>>();
-        Self { kind, codes, scales: halves(), minimums: halves(), nested_scales, nested_minimums }
-    }
-
-    fn scales(&self) -> Scales<'_> {
-        let has_minimums = self.kind.has_minimums;
-        let Some(group) = self.kind.nested_group else {
-            let minimums = has_minimums.then_some(self.minimums.as_slice());
-            return Scales::F16 { scales: &self.scales, minimums };
-        };
-        let scales = NestedScales { factors: &self.scales, numbers: &self.nested_scales };
-        let minimums = NestedScales { factors: &self.minimums, numbers: &self.nested_minimums };
-        Scales::Nested { group, scales, minimums: has_minimums.then_some(minimums) }
-    }
-
-    /// Returns the numbers in f32, as the files of these types define them: each is rounded once.
-    fn numbers(&self) -> Vec<f32> {
-        let CodeKind { bits, has_minimums, nested_group } = self.kind;
-        let number = |(at, &code): (usize, &u8)| {
-            let mut scale = self.scales[at / self.kind.block()].to_f32();
-            let mut minimum = self.minimums[at / self.kind.block()].to_f32();
-            if let Some(group) = nested_group {
-                let zero = if has_minimums { 0.0 } else { 128.0 };
-                scale *= f32::from(self.nested_scales[at / group]) - zero;
-                minimum *= f32::from(self.nested_minimums[at / group]);
-            }
-            match has_minimums {
-                true => f32::from(code) * scale + minimum,
-                false => (f32::from(code) - (1 << (bits - 1)) as f32) * scale,
-            }
-        };
-        self.codes.iter().enumerate().map(number).collect()
-    }
-
-    fn pack(&self, shape: WeightShape, instruction_set: InstructionSet) -> PackedCodes {
-        let codes = Codes { bits: self.kind.bits, codes: &self.codes, scales: self.scales() };
-        let packed = PackedWeight::from_codes(&codes, shape, instruction_set).expect("sizes fit");
-        PackedCodes { packed, numbers: self.numbers() }
-    }
-}
+use crate::linear::{Activation, Codes, Epilogue, PackedWeight, Product, Right, Scales, Up, Values, WeightShape};
+use crate::linear::{multiply_vec, tests::instruction_sets};
 
 /// Packed codes, and their numbers in f32.
 struct PackedCodes {
@@ -106,34 +13,39 @@ struct PackedCodes {
     numbers: Vec<f32>,
 }
 
-/// Packs arbitrary codes with scales and minimums between -1 and 1.
-fn codes(kind: CodeKind, shape: WeightShape, instruction_set: InstructionSet, salt: u64) -> PackedCodes {
-    let half = |sequence: &mut Sequence| f16::from_f32(sequence.fraction());
-    OwnCodes::new(kind, shape, &mut Sequence(salt), half).pack(shape, instruction_set)
+/// Packs arbitrary codes with scales and minimums between -1 and 1; `None` where they are not packed.
+fn codes(kind: CodeKind, shape: WeightShape, instruction_set: InstructionSet, salt: u64) -> Option<PackedCodes> {
+    let own = OwnCodes::new(kind, shape, &mut Sequence(salt), &|sequence| sequence.fraction());
+    let packed = PackedWeight::from_codes(&own.as_codes(), shape, instruction_set).expect("sizes fit")?;
+    Some(PackedCodes { packed, numbers: own.numbers() })
 }
 
 /// Checks products of codes with any number of rows and an epilogue.
 #[test]
 fn packed_codes_product_has_bits_of_f32_weight() {
-    let row_counts = if cfg!(miri) { vec![2] } else { vec![1, 2, 3, 8, 17, 40, 193] };
-    let shape = if cfg!(miri) { weight_shape(18, 64) } else { weight_shape(103, 448) };
+    let row_counts = if cfg!(miri) { vec![2] } else { vec![1, 2, 3, 8, 17, 40] };
+    let shape = if cfg!(miri) { weight_shape(18, 64) } else { weight_shape(103, 640) };
     let WeightShape { outputs, inputs } = shape;
     let bias = numbers::<f32>(outputs, 9);
-    for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
-        for kind in CodeKind::all() {
-            let both = [10, 20].map(|salt| codes(kind, shape, instruction_set, salt));
+    for instruction_set in instruction_sets() {
+        for kind in CodeKind::all(inputs) {
+            let [Some(first), Some(second)] = [10, 20].map(|salt| codes(kind, shape, instruction_set, salt)) else {
+                assert!(kind.is_refused_by_scalar(false) && instruction_set == InstructionSet::Scalar, "{kind:?}");
+                continue;
+            };
+            let both = [first, second];
             let plain =
                 both.each_ref().map(|own| PackedWeight::new(&own.numbers, shape, instruction_set).expect("memory"));
             let packed = both.map(|PackedCodes { packed, numbers }| {
-                assert_eq!(packed.unpack::<f32>().expect("memory"), numbers, "{instruction_set}: {packed:?}");
+                assert_eq!(packed.unpack::<f32>().expect("memory"), numbers, "{instruction_set}: {kind:?}");
                 let rows = packed.unpack_rows::<f32>(&[17, 3]).expect("memory");
                 assert_eq!(rows, [&numbers[17 * inputs..18 * inputs], &numbers[3 * inputs..4 * inputs]].concat());
                 packed
             });
             for &rows in &row_counts {
                 let xs = numbers::<f32>(rows * inputs, 4);
-                for columns in [0..outputs, 5..outputs - 1] {
-                    let product = |weights: &[PackedWeight; 2], is_gated: bool| {
+                for (columns, is_gated) in [(0..outputs, false), (0..outputs, true), (5..outputs - 1, false)] {
+                    let product = |weights: &[PackedWeight; 2]| {
                         let [weight, up] = weights;
                         let epilogue = Epilogue {
                             bias: Some(&bias[..]),
@@ -145,15 +57,8 @@ fn packed_codes_product_has_bits_of_f32_weight() {
                         let right = Right::Weight { weight, outputs: columns.clone() };
                         multiply_vec(&Product { left, right, epilogue })
                     };
-                    for is_gated in [false, true] {
-                        let found = product(&packed, is_gated);
-                        let expected = product(&plain, is_gated);
-                        assert!(
-                            found == expected,
-                            "{instruction_set}: {rows} rows of {:?}, {columns:?}, {is_gated}",
-                            packed[0]
-                        );
-                    }
+                    let is_equal = product(&packed) == product(&plain);
+                    assert!(is_equal, "{instruction_set}: {rows} rows of {kind:?}, {columns:?}, {is_gated}");
                 }
             }
         }
@@ -169,25 +74,33 @@ fn assert_same_bits(found: &[f32], expected: &[f32], what: &str) {
     }
 }
 
-/// Packs codes with scales and minimums of every kind.
-fn codes_with_any_scale(kind: CodeKind, shape: WeightShape, instruction_set: InstructionSet) -> PackedCodes {
-    const SPECIAL: [f16; 9] = [
-        f16::ZERO,
-        f16::NEG_ZERO,
-        f16::MIN_POSITIVE_SUBNORMAL,
-        f16::MAX_SUBNORMAL,
-        f16::MAX,
-        f16::MIN,
-        f16::INFINITY,
-        f16::NEG_INFINITY,
-        f16::NAN,
+/// Packs codes with scales and minimums of every kind; `None` where they are not packed.
+fn codes_with_any_scale(kind: CodeKind, shape: WeightShape, instruction_set: InstructionSet) -> Option<PackedCodes> {
+    // The smallest and the largest numbers of each format.
+    const SPECIAL: [f32; 14] = [
+        0.0,
+        -0.0,
+        f32::from_bits(1),
+        f32::from_bits(0x0033_8000),
+        5.960_464_5e-8,
+        6.097_555e-5,
+        65504.0,
+        -65504.0,
+        448.0,
+        3e38,
+        -3e38,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
     ];
-    let half = |sequence: &mut Sequence| match sequence.bits() % 3 {
+    let number = |sequence: &mut Sequence| match sequence.bits() % 3 {
         0 => SPECIAL[sequence.bits() as usize % SPECIAL.len()],
-        1 => f16::from_f32(sequence.fraction()),
-        _ => f16::from_bits(sequence.bits() as u16),
+        1 => sequence.fraction(),
+        _ => f32::from_bits(sequence.bits() as u32),
     };
-    OwnCodes::new(kind, shape, &mut Sequence(kind.bits as u64), half).pack(shape, instruction_set)
+    let own = OwnCodes::new(kind, shape, &mut Sequence(kind.bits as u64), &number);
+    let packed = PackedWeight::from_codes(&own.as_codes(), shape, instruction_set).expect("sizes fit")?;
+    Some(PackedCodes { packed, numbers: own.numbers() })
 }
 
 /// Checks products with dense rows, with rows so small that products round to zeros of either sign, and with rows of a
@@ -197,9 +110,13 @@ fn packed_codes_with_any_scale_have_bits_of_f32_weight() {
     let row_counts = if cfg!(miri) { vec![2] } else { vec![1, 3, 40] };
     let shape = if cfg!(miri) { weight_shape(18, 64) } else { weight_shape(103, 128) };
     let WeightShape { outputs, inputs } = shape;
-    for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
-        for kind in CodeKind::all() {
-            let PackedCodes { packed, numbers: exact } = codes_with_any_scale(kind, shape, instruction_set);
+    for instruction_set in instruction_sets() {
+        for kind in CodeKind::all(inputs) {
+            let Some(PackedCodes { packed, numbers: exact }) = codes_with_any_scale(kind, shape, instruction_set)
+            else {
+                assert!(kind.is_refused_by_scalar(true) && instruction_set == InstructionSet::Scalar, "{kind:?}");
+                continue;
+            };
             let plain = PackedWeight::new(&exact, shape, instruction_set).expect("memory");
             let unpacked = packed.unpack::<f32>().expect("memory");
             assert_same_bits(&unpacked, &exact, &format!("{packed:?}"));
@@ -230,15 +147,99 @@ fn packed_codes_with_any_scale_have_bits_of_f32_weight() {
     }
 }
 
+/// Checks inputs that do not fill up the groups that are stored together.
+#[test]
+fn packed_codes_with_partial_last_group_have_bits_of_f32_weight() {
+    let own = |values, scales, group| CodeKind { bits: 8, group, values, scales };
+    for inputs in [1, 7, 48, 100, 200] {
+        let shape = weight_shape(21, inputs);
+        let mut kinds = vec![
+            own(ValueKind::Signed, ScaleKind::F32, inputs),
+            own(ValueKind::Minimums, ScaleKind::F16, inputs),
+            own(ValueKind::WholeZeros, ScaleKind::BF16, inputs),
+            own(ValueKind::E4M3, ScaleKind::F32, inputs),
+        ];
+        if inputs == 48 {
+            kinds.push(own(ValueKind::Minimums, ScaleKind::BF16, 16));
+        }
+        for instruction_set in instruction_sets() {
+            for &kind in &kinds {
+                let PackedCodes { packed, numbers: exact } =
+                    codes(kind, shape, instruction_set, 3).expect("codes that are packed");
+                let plain = PackedWeight::new(&exact, shape, instruction_set).expect("memory");
+                assert_eq!(packed.unpack::<f32>().expect("memory"), exact);
+                for (rows, is_transposed) in [(1, false), (40, false), (5, true)] {
+                    let multiply_by = |weight: &PackedWeight| {
+                        let columns = if is_transposed { 21 } else { inputs };
+                        let xs = numbers::<f32>(rows * columns, 4);
+                        let right = match is_transposed {
+                            true => Right::Transposed { weight, outputs: 0..21 },
+                            false => Right::Weight { weight, outputs: 0..21 },
+                        };
+                        let product = Product { left: rows_of(&xs, columns), right, epilogue: Epilogue::default() };
+                        multiply_vec(&product).expect("fits")
+                    };
+                    assert_eq!(multiply_by(&packed), multiply_by(&plain), "{instruction_set}: {inputs} of {kind:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Returns whether codes with some inputs are packed, for each instruction set.
+fn pack(codes: Codes, inputs: usize) -> Vec<bool> {
+    let shape = weight_shape(codes.codes.len() / inputs, inputs);
+    let is_packed = |set| PackedWeight::from_codes(&codes, shape, set).expect("sizes fit").is_some();
+    InstructionSet::available().into_iter().map(is_packed).collect()
+}
+
+#[test]
+fn packed_codes_that_kernels_would_round_are_refused() {
+    fn codes<'a>(codes: &'a [u8], group: usize, values: Values<'a>, scales: Scales<'a>) -> Codes<'a> {
+        Codes { bits: 8, codes, group, values, scales }
+    }
+    let ones = [1f32; 4];
+    let infinity = [f32::INFINITY];
+    let everywhere = vec![true; InstructionSet::available().len()];
+    let nowhere = vec![false; InstructionSet::available().len()];
+    let f32s = |count: usize| Scales::F32(&ones[..count]);
+    // Groups that are neither a multiple of 16 nor a whole output.
+    assert_eq!(pack(codes(&[1; 48], 24, Values::Signed, f32s(2)), 48), nowhere);
+    assert_eq!(pack(codes(&[1; 48], 48, Values::Signed, f32s(1)), 48), everywhere);
+    // Floats that are infinite or NaN.
+    for (values, largest, not_finite) in [(Values::E4M3, 0x7e, 0x7f), (Values::E5M2, 0x7b, 0x7c)] {
+        for sign in [0, 0x80] {
+            let finite = [sign | largest; 16];
+            let infinite = [sign | not_finite; 16];
+            assert_eq!(pack(codes(&finite, 16, values, f32s(1)), 16), everywhere);
+            assert_eq!(pack(codes(&infinite, 16, values, f32s(1)), 16), nowhere);
+        }
+    }
+    // Scales that exceed f32 when they are multiplied by the power of two of E4M3.
+    assert_eq!(pack(codes(&[1; 16], 16, Values::E4M3, Scales::F32(&[127.0])), 16), everywhere);
+    assert_eq!(pack(codes(&[1; 16], 16, Values::E4M3, Scales::F32(&[257.0])), 16), nowhere);
+    // Zeros that fill up the last group, times infinity.
+    assert_eq!(pack(codes(&[1; 64], 64, Values::Signed, Scales::F32(&infinity)), 64), everywhere);
+    assert_eq!(pack(codes(&[1; 63], 63, Values::Signed, Scales::F32(&infinity)), 63), nowhere);
+    assert_eq!(pack(codes(&[1; 63], 63, Values::Zeros(&infinity), f32s(1)), 63), nowhere);
+    // A sum of products that the scalar instruction set rounds twice, or whose product exceeds f32.
+    for scale in [1.0 / 3.0, 3e38] {
+        let minimum = [-scale];
+        let scale = [scale];
+        let rounded = codes(&[1; 64], 64, Values::Minimums(Scales::F32(&minimum)), Scales::F32(&scale));
+        let elsewhere = InstructionSet::available().into_iter().map(|set| set != InstructionSet::Scalar);
+        assert_eq!(pack(rounded, 64), elsewhere.collect::<Vec<_>>());
+    }
+}
+
 #[test]
 fn packed_codes_memory_is_bits_and_scales() {
-    // The bytes of 32 inputs: codes, and 2 bytes for each number in f16, or 1 for each two of 64 inputs' numbers.
-    let bytes_of_kinds = [18, 20, 34, 36, 19, 22, 35, 38, 18, 20, 34, 36];
     for instruction_set in InstructionSet::available() {
-        for (kind, bytes) in CodeKind::all().into_iter().zip(bytes_of_kinds) {
+        for kind in CodeKind::all(128) {
             // Whole panels of every instruction set.
-            let PackedCodes { packed, .. } = codes(kind, weight_shape(96, 64), instruction_set, 1);
-            assert_eq!(packed.memory(), 96 * 2 * bytes, "{packed:?}");
+            let shape = weight_shape(96, 128);
+            let Some(PackedCodes { packed, .. }) = codes(kind, shape, instruction_set, 1) else { continue };
+            assert_eq!(packed.memory(), 96 * 2 * kind.bytes_of_64_inputs(), "{kind:?}: {packed:?}");
         }
     }
 }

@@ -6,36 +6,49 @@ use super::{rows_of, weight_shape};
 use crate::cpu::InstructionSet;
 use crate::error::Error;
 use crate::linear::{
-    CODE_BLOCK, Codes, Epilogue, Matrix, NestedScales, PackedWeight, Product, Right, Scales, Up, multiply, multiply_vec,
+    CODE_BLOCK, Codes, Epilogue, Matrix, NestedScales, PackedWeight, Product, Right, Scales, Up, Values, multiply,
+    multiply_vec,
 };
 
 #[test]
 fn packed_codes_with_wrong_sizes_are_errors() {
     let all = [15u8; 64];
     let ones = [f16::ONE; 2];
-    let with = |scales, minimums| Codes { bits: 4, codes: &all, scales: Scales::F16 { scales, minimums } };
-    let good = with(&ones, Some(&ones));
-    let nested = |group, numbers, minimums: Option<NestedScales<'static>>| Codes {
-        scales: Scales::Nested { group, scales: NestedScales { factors: &[f16::ONE], numbers }, minimums },
-        ..good
-    };
-    let minimums = NestedScales { factors: &[f16::ONE], numbers: &[1; 2] };
+    let one = [1f32];
+    let with = |scales, values| Codes { bits: 4, codes: &all, group: 32, values, scales: Scales::F16(scales) };
+    let good = with(&ones, Values::Minimums(Scales::F16(&ones)));
+    let nested_scales = |numbers| Scales::Nested(NestedScales { factors: &[f16::ONE], numbers });
+    let nested = |group, numbers, values| Codes { group, values, scales: nested_scales(numbers), ..good };
+    let minimums = Values::Minimums(nested_scales(&[1; 2]));
     let pack = |codes: Codes, shape| PackedWeight::from_codes(&codes, shape, InstructionSet::Scalar);
-    let packed = pack(good, weight_shape(2, 32)).expect("a good call");
+    let packed = pack(good, weight_shape(2, 32)).expect("a good call").expect("codes that are packed");
     let mut large = all;
     large[40] = 16;
     let cases = [
-        (Codes { bits: 5, ..good }, weight_shape(2, 32), "expected codes of 4 or 8 bits, found 5"),
-        (good, weight_shape(4, 16), "expected inputs in blocks of 32, found 16"),
-        (good, weight_shape(1, 32), "codes has 64 elements, expected 32"),
-        (with(&ones[..1], None), weight_shape(2, 32), "scales has 1 elements, expected 2"),
-        (with(&ones, Some(&[])), weight_shape(2, 32), "minimums has 0 elements, expected 2"),
-        (nested(8, &[1; 8], None), weight_shape(1, 64), "expected groups of 16 or 32 codes, found 8"),
-        (nested(16, &[1; 4], None), weight_shape(2, 32), "expected inputs in blocks of 64, found 32"),
-        (nested(16, &[1; 2], None), weight_shape(1, 64), "scales has 2 elements, expected 4"),
-        (nested(16, &[1; 4], Some(minimums)), weight_shape(1, 64), "minimums has 2 elements, expected 4"),
+        (Codes { bits: 7, ..good }, weight_shape(2, 32), "expected codes of 2, 3, 4, 5, 6 or 8 bits, found 7"),
         (
-            nested(32, &[1, 64], Some(minimums)),
+            Codes { bits: 5, values: Values::Table(&[0.0; 16]), ..good },
+            weight_shape(2, 32),
+            "expected codes of up to 4 bits with a table, found 5",
+        ),
+        (Codes { values: Values::E4M3, ..good }, weight_shape(2, 32), "expected floats of 8 bits, found 4"),
+        (good, weight_shape(4, 16), "expected groups that divide 16 inputs, found 32"),
+        (Codes { group: 0, ..good }, weight_shape(2, 32), "expected groups that divide 32 inputs, found 0"),
+        (good, weight_shape(1, 32), "codes has 64 elements, expected 32"),
+        (with(&ones[..1], Values::Signed), weight_shape(2, 32), "scales has 1 elements, expected 2"),
+        (with(&ones, Values::Minimums(Scales::BF16(&[]))), weight_shape(2, 32), "minimums has 0 elements, expected 2"),
+        (with(&ones, Values::Zeros(&one)), weight_shape(2, 32), "zeros has 1 elements, expected 2"),
+        (nested(8, &[1; 8], Values::Signed), weight_shape(1, 64), "expected groups of 16 or 32 codes, found 8"),
+        (nested(16, &[1; 4], Values::Signed), weight_shape(2, 32), "expected inputs in blocks of 64, found 32"),
+        (nested(16, &[1; 2], Values::Signed), weight_shape(1, 64), "scales has 2 elements, expected 4"),
+        (nested(16, &[1; 4], minimums), weight_shape(1, 64), "minimums has 2 elements, expected 4"),
+        (
+            nested(16, &[1; 4], Values::Minimums(Scales::F32(&[1.0; 4]))),
+            weight_shape(1, 64),
+            "expected signed codes or nested minimums with nested scales",
+        ),
+        (
+            nested(32, &[1, 64], minimums),
             weight_shape(1, 64),
             "with minimums, expected codes up to 127 and scales up to 63, found 15 and 64",
         ),
@@ -148,14 +161,17 @@ fn linear_sizes_of_any_magnitude_are_computed_or_errors() {
         for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
             let shape = weight_shape(outputs, inputs);
             let scales = &halves[..count / CODE_BLOCK];
-            let codes =
-                |bits, minimums| Codes { bits, codes: &code[..count], scales: Scales::F16 { scales, minimums } };
+            let codes = |bits, values| {
+                let own = Codes { bits, codes: &code[..count], group: 32, values, scales: Scales::F16(scales) };
+                PackedWeight::from_codes(&own, shape, instruction_set)
+                    .map(|packed| packed.expect("codes that are packed"))
+            };
             for packed in [
                 PackedWeight::new(&data[..count], shape, instruction_set),
                 PackedWeight::new(&halves[..count], shape, instruction_set),
                 PackedWeight::new(&vec![bf16::ONE; count], shape, instruction_set),
-                PackedWeight::from_codes(&codes(4, None), shape, instruction_set),
-                PackedWeight::from_codes(&codes(8, Some(scales)), shape, instruction_set),
+                codes(4, Values::Signed),
+                codes(8, Values::Minimums(Scales::F16(scales))),
             ] {
                 note(packed.is_ok());
                 let Ok(weight) = packed else { continue };

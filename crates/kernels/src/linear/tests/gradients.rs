@@ -2,17 +2,13 @@
 
 use half::{bf16, f16};
 
-use super::weight_shape;
-use super::{numbers, rows_of};
+use super::code_kinds::{CodeKind, OwnCodes};
+use super::{instruction_sets, numbers, rows_of, weight_shape};
 use crate::Element;
 use crate::cpu::InstructionSet;
+use crate::cpu::tests::Sequence;
 use crate::error::Error;
-use crate::linear::{Codes, Epilogue, Matrix, PackedWeight, Product, Right, Scales, multiply_vec};
-
-fn instruction_sets() -> Vec<InstructionSet> {
-    // Interpreted, a product takes seconds.
-    if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() }
-}
+use crate::linear::{Epilogue, Matrix, PackedWeight, Product, Right, multiply_vec};
 
 /// The sizes of a product.
 struct Sizes {
@@ -175,25 +171,21 @@ fn linear_gradient_of_no_columns_is_zeros() {
 fn packed_codes_gradient_matches_f32_weight() {
     let rows = if cfg!(miri) { 1 } else { 9 };
     let outputs = if cfg!(miri) { 3 } else { 53 };
-    let inputs = if cfg!(miri) { 32 } else { 96 };
-    let numbers_of = |salt| numbers::<f16>(outputs * inputs / 32, salt);
-    let scales = numbers_of(1);
-    let minimums = numbers_of(2);
+    let inputs = if cfg!(miri) { 64 } else { 128 };
+    let shape = weight_shape(outputs, inputs);
     let data = numbers::<f32>(rows * (outputs + 3), 3);
     for instruction_set in instruction_sets() {
-        for (bits, has_minimums) in [(4, false), (4, true), (8, false), (8, true)] {
-            let all_codes: Vec<u8> = (0..outputs * inputs).map(|n| (n * 7 % (1 << bits)) as u8).collect();
-            let minimums = has_minimums.then_some(&minimums[..]);
-            let codes = Codes { bits, codes: &all_codes, scales: Scales::F16 { scales: &scales, minimums } };
-            let packed =
-                PackedWeight::from_codes(&codes, weight_shape(outputs, inputs), instruction_set).expect("memory");
-            let weight = packed.unpack::<f32>().expect("memory");
+        for kind in CodeKind::all(inputs) {
+            let own = OwnCodes::new(kind, shape, &mut Sequence(1), &|sequence| sequence.fraction());
+            let packed = PackedWeight::from_codes(&own.as_codes(), shape, instruction_set).expect("memory");
+            let Some(packed) = packed else { continue };
             let gradient = matrix(&data, rows, outputs, false);
             let product = with_bias(gradient, Right::Transposed { weight: &packed, outputs: 0..outputs }, None);
             let found = multiply_vec(&product).expect("memory");
+            let weight = own.numbers();
             let right = Matrix { data: &weight, rows: outputs, columns: inputs, stride: inputs, is_transposed: false };
             let off = difference(&found, &gradient, &right, None);
-            assert!(off < 1e-6, "{instruction_set}: {codes:?} is off by {off:e}");
+            assert!(off < 1e-6, "{instruction_set}: {kind:?} is off by {off:e}");
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Tests of the kernels alone, without tensors. They are small enough for Miri, which finds reads and writes out of
 //! bounds on the scalar instruction set. `tests/attention/linear` compares every instruction set with f64.
 
+mod code_kinds;
 mod codes;
 mod errors;
 mod gradients;
@@ -66,6 +67,12 @@ impl Case {
     }
 }
 
+/// Returns the instruction sets of tests.
+fn instruction_sets() -> Vec<InstructionSet> {
+    // Interpreted, a product takes seconds.
+    if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() }
+}
+
 fn weight_shape(outputs: usize, inputs: usize) -> WeightShape {
     WeightShape { outputs, inputs }
 }
@@ -93,9 +100,7 @@ fn linear_product_on_each_instruction_set_matches_plain_loops() {
         ]);
         cases.push(Case { columns: 47..97, ..case(20, 257, 100) });
     }
-    // Interpreted, a product takes seconds.
-    let instruction_sets = if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() };
-    for instruction_set in instruction_sets {
+    for instruction_set in instruction_sets() {
         for case in &cases {
             for (difference, most) in [
                 (case.difference::<f32, f32>(instruction_set), 1e-6),
@@ -174,7 +179,7 @@ fn check_epilogues<W: Element, X: Element + Into<f32>>(instruction_set: Instruct
 
 #[test]
 fn linear_epilogue_on_each_instruction_set_matches_f64() {
-    for instruction_set in if cfg!(miri) { vec![InstructionSet::Scalar] } else { InstructionSet::available() } {
+    for instruction_set in instruction_sets() {
         check_epilogues::<f32, f32>(instruction_set, 1e-6);
         check_epilogues::<bf16, f32>(instruction_set, 1e-6);
         // Instruction sets that multiply pairs of bf16 sum them in another order.

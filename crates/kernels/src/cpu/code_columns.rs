@@ -1,0 +1,408 @@
+//! Codes with scales as the right operand of a product.
+//!
+//! A block of a panel is the scales of its columns, then their minimums or zeros if there are any, and then words of the
+//! codes of neighbouring steps, the first step in the highest bits. Where a block has several groups, each kind of
+//! number is (groups, panel).
+
+use std::marker::PhantomData;
+
+use super::code_format::{
+    CODE_BLOCK, CodeFormat, CodeValues, E4M3_SHIFT, E5M2_SHIFT, Float8, GROUPS_BLOCK, GroupFormat, NESTED_BLOCK,
+    NumberFormat, Offset, ScaleFormat,
+};
+use super::columns::WithColumns;
+use super::kernel::{ColumnBlock, Columns, Vector};
+use super::panel::Format;
+
+/// Runs work with the columns of a format of codes.
+///
+/// # Safety
+/// As [`WithColumns::run`].
+#[inline(always)]
+pub(super) unsafe fn with_code_columns(format: &CodeFormat, work: impl WithColumns) {
+    let is_narrow = format.bits == 4;
+    // SAFETY: as this function's contract.
+    unsafe {
+        match (format.values, format.scales) {
+            (CodeValues::Table(_), _) => work.run::<CodeBlocks<FromTable, NumberScales>>(),
+            (CodeValues::Float8(Float8::E4M3), _) => {
+                work.run::<CodeBlocks<FromFloat8<E4M3_SHIFT>, NumberScales>>();
+            }
+            (CodeValues::Float8(Float8::E5M2), _) => {
+                work.run::<CodeBlocks<FromFloat8<E5M2_SHIFT>, NumberScales>>();
+            }
+            (CodeValues::Zeros, _) if is_narrow => work.run::<CodeBlocks<WithZeros<4>, NumberScales>>(),
+            (CodeValues::Zeros, _) => work.run::<CodeBlocks<WithZeros<8>, NumberScales>>(),
+            (_, ScaleFormat::F16) => with_linear_codes::<HalfScales>(format, work),
+            (_, ScaleFormat::Nested { .. }) => with_linear_codes::<NestedScales>(format, work),
+            (_, ScaleFormat::Groups(_)) => with_linear_codes::<NumberScales>(format, work),
+        }
+    }
+}
+
+/// Runs work with codes of 4 or 8 bits, with or without minimums.
+///
+/// # Safety
+/// As [`WithColumns::run`].
+#[inline(always)]
+unsafe fn with_linear_codes<S: BlockScales>(format: &CodeFormat, work: impl WithColumns) {
+    // SAFETY: as this function's contract.
+    unsafe {
+        match (format.bits, format.values) {
+            (4, CodeValues::Minimums) => work.run::<CodeBlocks<WithMinimums<4>, S>>(),
+            (4, _) => work.run::<CodeBlocks<Signed<4>, S>>(),
+            (_, CodeValues::Minimums) => work.run::<CodeBlocks<WithMinimums<8>, S>>(),
+            (_, _) => work.run::<CodeBlocks<Signed<8>, S>>(),
+        }
+    }
+}
+
+/// The scale of a vector of columns, and what else their numbers are computed from.
+#[derive(Clone, Copy)]
+pub struct CodeScales<V> {
+    scale: V,
+    /// The minimum or the zero. Read only where codes have one.
+    offset: V,
+    /// The table of sixteen f32. Read only where codes have one.
+    table: *const f32,
+}
+
+/// The scale and the minimum or zero of a vector of columns.
+pub(crate) struct LoadedScales<V> {
+    scale: V,
+    /// The scale again where codes have neither minimums nor zeros.
+    offset: V,
+}
+
+/// Blocks of codes that stand for the numbers C, with scales in the format S.
+pub(crate) struct CodeBlocks<C, S>(PhantomData<(C, S)>);
+
+/// The numbers that codes stand for.
+pub(crate) trait CodeNumbers {
+    /// The bits of a code.
+    const BITS: u32;
+    /// The number of a group besides its scale.
+    const OFFSET: OffsetKind = OffsetKind::None;
+    /// What scales are multiplied by when they are loaded, because codes are taken from words as numbers divided by it:
+    /// a power of two, which changes no digit of the product.
+    const FACTOR: Option<f32> = None;
+
+    /// Takes the numbers of the highest code of each word.
+    ///
+    /// # Safety
+    /// As [`Vector`].
+    unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V;
+}
+
+/// The kind of number that a group has besides its scale.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum OffsetKind {
+    None,
+    Minimum,
+    Zero,
+}
+
+/// Codes in two's complement, times their scale: the numbers that GGUF files define, to the bit. With codes from 0 on and
+/// `code · scale - middle · scale` instead, an infinite scale would lead to NaN, and a negative scale would lose the
+/// sign of a zero.
+pub(crate) struct Signed<const BITS: u32>;
+
+impl<const BITS: u32> CodeNumbers for Signed<BITS> {
+    const BITS: u32 = BITS;
+    // Codes are multiplied by 2^(32 - BITS).
+    const FACTOR: Option<f32> = Some(1.0 / (1u32 << (32 - BITS)) as f32);
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
+        // SAFETY: as this method's contract.
+        unsafe {
+            let code = loaded.take_bits::<BITS, true>();
+            *loaded = code.rest;
+            code.number.mul(scales.scale)
+        }
+    }
+}
+
+/// Codes from 0 on, times their scale, plus their minimum.
+pub(crate) struct WithMinimums<const BITS: u32>;
+
+impl<const BITS: u32> CodeNumbers for WithMinimums<BITS> {
+    const BITS: u32 = BITS;
+    const OFFSET: OffsetKind = OffsetKind::Minimum;
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
+        // SAFETY: as this method's contract.
+        unsafe {
+            let code = loaded.take_bits::<BITS, false>();
+            *loaded = code.rest;
+            code.number.mul_add(scales.scale, scales.offset)
+        }
+    }
+}
+
+/// Codes from 0 on minus their zero, times their scale.
+pub(crate) struct WithZeros<const BITS: u32>;
+
+impl<const BITS: u32> CodeNumbers for WithZeros<BITS> {
+    const BITS: u32 = BITS;
+    const OFFSET: OffsetKind = OffsetKind::Zero;
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
+        // SAFETY: as this method's contract.
+        unsafe {
+            let code = loaded.take_bits::<BITS, false>();
+            *loaded = code.rest;
+            code.number.sub(scales.offset).mul(scales.scale)
+        }
+    }
+}
+
+/// Codes of 4 bits, whose numbers are those of a table times their scale.
+pub(crate) struct FromTable;
+
+impl CodeNumbers for FromTable {
+    const BITS: u32 = 4;
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
+        // SAFETY: as this method's contract; a format with a table has sixteen numbers.
+        unsafe {
+            let code = loaded.take_entries(scales.table);
+            *loaded = code.rest;
+            code.number.mul(scales.scale)
+        }
+    }
+}
+
+/// Floats of 8 bits, times their scale.
+pub(crate) struct FromFloat8<const SHIFT: u32>;
+
+impl<const SHIFT: u32> CodeNumbers for FromFloat8<SHIFT> {
+    const BITS: u32 = 8;
+    const FACTOR: Option<f32> = Some(if SHIFT == E4M3_SHIFT { Float8::E4M3.factor() } else { Float8::E5M2.factor() });
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
+        // SAFETY: as this method's contract.
+        unsafe {
+            let code = loaded.take_float8::<SHIFT>();
+            *loaded = code.rest;
+            code.number.mul(scales.scale)
+        }
+    }
+}
+
+/// A format of the scales of codes.
+pub(crate) trait BlockScales {
+    /// The steps of depth of a block.
+    const BLOCK: usize;
+
+    /// Returns the bytes of one column of a block that come before its codes.
+    fn bytes_before_codes(block: &ColumnBlock, offset: OffsetKind) -> usize;
+
+    /// Returns the steps of a block whose scales are loaded together. A word has `steps` of them.
+    fn group(block: &ColumnBlock, steps: usize) -> usize;
+
+    /// Loads the scales of a group of steps, and the minimums or zeros if there are any, of a vector of columns from a
+    /// column on.
+    ///
+    /// # Safety
+    /// As [`Columns::scales`].
+    unsafe fn load<V: Vector>(block: &ColumnBlock, group: usize, column: usize, offset: OffsetKind) -> LoadedScales<V>;
+}
+
+impl<C: CodeNumbers, S: BlockScales> Columns for CodeBlocks<C, S> {
+    const STEPS: usize = 32 / C::BITS as usize;
+    const BLOCK: usize = S::BLOCK;
+    type Scales<V: Vector> = CodeScales<V>;
+    type Loaded<V: Vector> = V;
+
+    #[inline(always)]
+    fn numbers(block: &ColumnBlock) -> *const f32 {
+        block.at.wrapping_byte_add(S::bytes_before_codes(block, C::OFFSET) * block.panel)
+    }
+
+    #[inline(always)]
+    fn group(block: &ColumnBlock) -> usize {
+        S::group(block, Self::STEPS)
+    }
+
+    #[inline(always)]
+    unsafe fn scales<V: Vector>(block: &ColumnBlock, group: usize, column: usize) -> CodeScales<V> {
+        let table = match block.format {
+            Format::Codes(CodeFormat { values: CodeValues::Table(table), .. }) => table.as_ptr(),
+            _ => std::ptr::null(),
+        };
+        // SAFETY: as this method's contract.
+        unsafe {
+            let LoadedScales { mut scale, offset } = S::load::<V>(block, group, column, C::OFFSET);
+            if let Some(factor) = C::FACTOR {
+                scale = scale.mul(V::splat(factor));
+            }
+            CodeScales { scale, offset, table }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> V {
+        // SAFETY: the panel has a vector of words from this column on.
+        unsafe { V::load(b.add(column)) }
+    }
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
+        // SAFETY: as this method's contract.
+        unsafe { C::take(loaded, scales) }
+    }
+}
+
+/// Scales and minimums in f16, one of each for a block.
+pub(crate) struct HalfScales;
+
+impl BlockScales for HalfScales {
+    const BLOCK: usize = CODE_BLOCK;
+
+    #[inline(always)]
+    fn bytes_before_codes(_: &ColumnBlock, offset: OffsetKind) -> usize {
+        if offset == OffsetKind::None { 2 } else { 4 }
+    }
+
+    /// Returns one word, so that its scales are loaded next to it: one row is slower if they stay in registers.
+    #[inline(always)]
+    fn group(_: &ColumnBlock, steps: usize) -> usize {
+        steps
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(block: &ColumnBlock, _: usize, column: usize, offset: OffsetKind) -> LoadedScales<V> {
+        let scales = block.at.cast::<u16>().wrapping_add(column);
+        // SAFETY: the block has a vector of f16 from this column on, and another one if it has minimums.
+        unsafe {
+            let scale = V::load_f16(scales);
+            let has_minimums = offset != OffsetKind::None;
+            LoadedScales { scale, offset: if has_minimums { V::load_f16(scales.add(block.panel)) } else { scale } }
+        }
+    }
+}
+
+/// Scales and minimums of 8 bits for groups of 16 or 32 steps. A block has the factors of a panel in f16, the factors
+/// of its minimums in f16 if it has any, the scales of a panel in 8 bits for each group, and its minimums in 8 bits for
+/// each group if it has any.
+///
+/// The scale of a group is its factor times its scale of 8 bits, which is unsigned with minimums; without minimums, 128
+/// is subtracted first. A product of 11 and 8 bits is exact, and so is the product with a code of 4 or 5 bits.
+pub(crate) struct NestedScales;
+
+impl BlockScales for NestedScales {
+    const BLOCK: usize = NESTED_BLOCK;
+
+    #[inline(always)]
+    fn bytes_before_codes(block: &ColumnBlock, offset: OffsetKind) -> usize {
+        let kinds = if offset == OffsetKind::None { 1 } else { 2 };
+        kinds * (2 + NESTED_BLOCK / Self::group(block, 0))
+    }
+
+    #[inline(always)]
+    fn group(block: &ColumnBlock, _: usize) -> usize {
+        match block.format {
+            Format::Codes(CodeFormat { scales: ScaleFormat::Nested { group: 16 }, .. }) => 16,
+            _ => 32,
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(block: &ColumnBlock, group: usize, column: usize, offset: OffsetKind) -> LoadedScales<V> {
+        let kinds = if offset == OffsetKind::None { 1 } else { 2 };
+        let factors = block.at.cast::<u16>();
+        let scales = factors.wrapping_add(kinds * block.panel).cast::<u8>();
+        let at = group * block.panel + column;
+        // SAFETY: the block has a vector of factors and of scales from this column on, and others if it has minimums.
+        unsafe {
+            let factor = V::load_f16(factors.add(column));
+            let number = V::load_u8(scales.add(at));
+            if offset == OffsetKind::None {
+                let scale = factor.mul(number.sub(V::splat(128.0)));
+                return LoadedScales { scale, offset: scale };
+            }
+            let minimums = scales.add(NESTED_BLOCK / Self::group(block, 0) * block.panel);
+            let minimum_factor = V::load_f16(factors.add(block.panel + column));
+            let minimum = minimum_factor.mul(V::load_u8(minimums.add(at)));
+            LoadedScales { scale: factor.mul(number), offset: minimum }
+        }
+    }
+}
+
+/// Scales, and minimums or zeros, for groups of 16, 32 or 64 steps, in formats that are known when the group begins.
+pub(crate) struct NumberScales;
+
+impl NumberScales {
+    /// Returns the format of a block's scales.
+    #[inline(always)]
+    fn format(block: &ColumnBlock) -> GroupFormat {
+        match block.format {
+            Format::Codes(CodeFormat { scales: ScaleFormat::Groups(groups), .. }) => *groups,
+            _ => unreachable!("a block of scales by groups has their format"),
+        }
+    }
+}
+
+impl BlockScales for NumberScales {
+    const BLOCK: usize = GROUPS_BLOCK;
+
+    #[inline(always)]
+    fn bytes_before_codes(block: &ColumnBlock, _: OffsetKind) -> usize {
+        Self::format(block).bytes_before_codes()
+    }
+
+    #[inline(always)]
+    fn group(block: &ColumnBlock, _: usize) -> usize {
+        Self::format(block).group
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(block: &ColumnBlock, group: usize, column: usize, kind: OffsetKind) -> LoadedScales<V> {
+        let groups = Self::format(block);
+        let scales = block.at.cast::<u8>();
+        let at = group * block.panel + column;
+        // SAFETY: the block has a vector of scales from this column on, and one of minimums or zeros if it has any.
+        unsafe {
+            let scale = load_numbers::<V>(groups.scale, scales, at);
+            if kind == OffsetKind::None {
+                return LoadedScales { scale, offset: scale };
+            }
+            let offsets = scales.add(groups.scale_bytes() * block.panel);
+            let offset = match groups.offset {
+                Offset::Minimum(format) => load_numbers(format, offsets, at),
+                Offset::Zero(format) => {
+                    let zero = load_numbers::<V>(format, offsets, at);
+                    if kind == OffsetKind::Minimum { V::splat(0.0).sub(zero.mul(scale)) } else { zero }
+                }
+                Offset::None => scale,
+            };
+            LoadedScales { scale, offset }
+        }
+    }
+}
+
+/// Loads a vector of numbers in a format, from the `index`th number after `from` on.
+///
+/// # Safety
+/// As [`Vector::load`].
+#[inline(always)]
+unsafe fn load_numbers<V: Vector>(format: NumberFormat, from: *const u8, index: usize) -> V {
+    // SAFETY: as this function's contract.
+    unsafe {
+        match format {
+            NumberFormat::F16 => V::load_f16(from.cast::<u16>().add(index)),
+            NumberFormat::BF16 => V::load_bf16(from.cast::<u16>().add(index)),
+            NumberFormat::F32 => V::load(from.cast::<f32>().add(index)),
+            NumberFormat::U8 => V::load_u8(from.add(index)),
+            NumberFormat::E4M3 { factor } => {
+                let number = V::load_highest_bytes(from.add(index)).take_float8::<E4M3_SHIFT>().number;
+                number.mul(V::splat(Float8::E4M3.factor())).mul(V::splat(f32::from_bits(factor)))
+            }
+        }
+    }
+}

@@ -1,0 +1,385 @@
+//! The choice of a format for a weight of codes, and the packing of its panels.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+
+use super::codes::{Codes, NestedScales, Scales, Values};
+use super::weight::WeightShape;
+use crate::cpu::{
+    CODE_BLOCK, CodeFormat, CodeTable, CodeValues, Float8, GROUPS_BLOCK, GroupFormat, InstructionSet, NESTED_BLOCK,
+    NumberFormat, Offset, ScaleFormat,
+};
+
+/// The smallest scale that stays exact when signed codes are multiplied by 2^28 and scales divided by it.
+const LEAST_SIGNED_SCALE: f32 = f32::from_bits((127 - 90) << 23);
+
+/// The bounds of scales, except 0, whose products with codes and zeros are far from overflow and underflow.
+const MODERATE: Range<f32> = f32::from_bits((127 - 60) << 23)..f32::from_bits((127 + 60) << 23);
+
+/// The largest zero, and the whole number by which zeros are multiplied to whole numbers, for which the difference of a
+/// code and a zero is exact.
+const LARGEST_EXACT_ZERO: f32 = 256.0;
+const PARTS_OF_ONE: f32 = 65536.0;
+
+/// The code of 1 in E4M3.
+const ONE_IN_E4M3: usize = 0x38;
+
+/// A weight of codes and the format in which it is packed.
+pub(super) struct Packing<'a> {
+    pub format: CodeFormat,
+    codes: &'a [u8],
+    inputs: usize,
+    /// The inputs that share a scale of `scales`.
+    group: usize,
+    scales: Scales<'a>,
+    offsets: Offsets<'a>,
+    /// The number that is added to each code.
+    added: u8,
+    /// The bits that are inverted in each code afterwards.
+    inverted: u8,
+}
+
+/// The minimums or zeros of a weight.
+#[derive(Clone, Copy)]
+enum Offsets<'a> {
+    None,
+    Minimums(Scales<'a>),
+    Zeros(&'a [f32]),
+    /// One zero for all groups.
+    Zero(u8),
+}
+
+/// The values of codes in the packed weight.
+struct PackedValues<'a> {
+    values: CodeValues,
+    offsets: Offsets<'a>,
+    offset: Offset,
+}
+
+impl<'a> Packing<'a> {
+    /// Chooses the format of checked codes, or returns `None` if no format has their numbers to the bit.
+    pub fn new(codes: &Codes<'a>, shape: WeightShape, instruction_set: InstructionSet) -> Option<Self> {
+        let &Codes { bits, codes: all_codes, group, values, scales } = codes;
+        let inputs = shape.inputs;
+        let stored_bits = if bits <= 4 { 4 } else { 8 };
+        let scale = scales.format();
+        let PackedValues { values: packed_values, offsets, offset } = match values {
+            Values::Signed => signed_values(bits, &scales, scale),
+            Values::Zeros(zeros) if zeros.iter().all(|&zero| zero == f32::from(middle(bits))) => {
+                signed_values(bits, &scales, scale)
+            }
+            Values::Zeros(zeros) => values_with_zeros(zeros, &scales, scale),
+            Values::Minimums(minimums) => {
+                let is_exact = |scale: f32| scale.abs() < MODERATE.end || !scale.is_finite();
+                let has_exact_products = scale.has_exact_products() && scales.all(is_exact);
+                if !has_exact_products && instruction_set == InstructionSet::Scalar {
+                    return None;
+                }
+                let offset = Offset::Minimum(minimums.wide_format());
+                PackedValues { values: CodeValues::Minimums, offsets: Offsets::Minimums(minimums), offset }
+            }
+            Values::Table(table) => PackedValues {
+                values: CodeValues::Table(CodeTable::new(table)),
+                offsets: Offsets::None,
+                offset: Offset::None,
+            },
+            Values::E4M3 => float8_values(Float8::E4M3, all_codes, &scales)?,
+            Values::E5M2 => float8_values(Float8::E5M2, all_codes, &scales)?,
+        };
+        let format = CodeFormat {
+            bits: stored_bits,
+            values: packed_values,
+            scales: scale_format(&scales, GroupFormat { group: stored_group(group, inputs)?, scale, offset }, values),
+        };
+        // Inputs that fill up a group have codes of 0, whose products with infinite numbers would be NaN.
+        if !inputs.is_multiple_of(format.group()) && !(scales.are_finite() && offsets.are_finite()) {
+            return None;
+        }
+        let is_signed = packed_values == CodeValues::Signed;
+        Some(Self {
+            format,
+            codes: all_codes,
+            inputs,
+            group,
+            scales,
+            offsets,
+            added: if is_signed { middle(stored_bits) - middle(bits) } else { 0 },
+            // Codes on both sides of zero become numbers in two's complement.
+            inverted: if is_signed { middle(stored_bits) } else { 0 },
+        })
+    }
+
+    /// Writes some outputs to their panel, which is zeros before.
+    pub fn pack_panel(&self, to: &mut [u8], outputs: Range<usize>, panel: usize) {
+        let format = &self.format;
+        let bits = format.bits;
+        let block_len = format.block();
+        let blocks = self.inputs.div_ceil(block_len);
+        if blocks == 0 {
+            return;
+        }
+        // Inputs that pad the depth of a product come after the blocks.
+        let block_bytes = (format.bytes_before_codes() + block_len * bits / 8) * panel;
+        for (column, output) in outputs.enumerate() {
+            let codes = &self.codes[output * self.inputs..][..self.inputs];
+            for (block, block_codes) in codes.chunks(block_len).enumerate() {
+                let block_to = &mut to[block * block_bytes..][..block_bytes];
+                let (scales_to, words_to) = block_to.split_at_mut(format.bytes_before_codes() * panel);
+                self.write_scales(output, block, &mut ScaleWriter { to: scales_to, panel, column });
+                for (index, codes_of_word) in block_codes.chunks(32 / bits).enumerate() {
+                    // The first code is the highest of the word.
+                    let mut word = 0;
+                    for (n, &code) in codes_of_word.iter().enumerate() {
+                        let stored = (code + self.added) ^ self.inverted;
+                        word |= u32::from(stored) << (32 - bits * (n + 1));
+                    }
+                    let at = (index * panel + column) * size_of::<u32>();
+                    words_to[at..at + size_of::<u32>()].copy_from_slice(&word.to_ne_bytes());
+                }
+            }
+        }
+    }
+
+    /// Writes the scales of a block of an output.
+    fn write_scales(&self, output: usize, block: usize, to: &mut ScaleWriter) {
+        match self.format.scales {
+            ScaleFormat::F16 => {
+                let at = output * (self.inputs / self.group) + block * CODE_BLOCK / self.group;
+                to.number(NumberFormat::F16, &self.scales, at);
+                if let Offsets::Minimums(minimums) = &self.offsets {
+                    to.number(NumberFormat::F16, minimums, at);
+                }
+            }
+            ScaleFormat::Nested { group } => {
+                let block_of_all = output * (self.inputs / NESTED_BLOCK) + block;
+                let groups = NESTED_BLOCK / group;
+                let minimums = match self.offsets {
+                    Offsets::Minimums(minimums) => minimums.nested(),
+                    _ => None,
+                };
+                let both = [self.scales.nested(), minimums];
+                for NestedScales { factors, .. } in both.iter().flatten() {
+                    to.row(&factors[block_of_all].to_bits().to_ne_bytes());
+                }
+                for NestedScales { numbers, .. } in both.iter().flatten() {
+                    for &number in &numbers[block_of_all * groups..][..groups] {
+                        to.row(&[number]);
+                    }
+                }
+            }
+            ScaleFormat::Groups(groups) => self.write_groups(output, block, groups, to),
+        }
+    }
+
+    /// Writes the scales of a block of an output, and then its minimums or zeros, for each stored group.
+    fn write_groups(&self, output: usize, block: usize, format: GroupFormat, to: &mut ScaleWriter) {
+        let groups_of_output = self.inputs / self.group;
+        // Returns the place of a stored group's numbers. Groups after the last input have none.
+        let place = |stored: usize| {
+            let input = block * GROUPS_BLOCK + stored * format.group;
+            (input < self.inputs).then(|| output * groups_of_output + input / self.group)
+        };
+        for stored in 0..format.count() {
+            match place(stored) {
+                Some(at) => to.number(format.scale, &self.scales, at),
+                None => to.skip(format.scale),
+            }
+        }
+        let (Offset::Minimum(offset) | Offset::Zero(offset)) = format.offset else { return };
+        for stored in 0..format.count() {
+            match (place(stored), &self.offsets) {
+                (Some(at), Offsets::Minimums(minimums)) => to.number(offset, minimums, at),
+                (Some(at), Offsets::Zeros(zeros)) => to.number(offset, &Scales::F32(zeros), at),
+                (Some(_), &Offsets::Zero(zero)) => to.row(&[zero]),
+                (None, _) | (_, Offsets::None) => to.skip(offset),
+            }
+        }
+    }
+}
+
+/// Returns the code of zero where codes of some bits are on both sides of zero.
+fn middle(bits: usize) -> u8 {
+    1 << (bits - 1)
+}
+
+/// Returns the inputs that share a stored scale: the most of 64, 32 and 16 that divide the group, or 64 for a scale of a
+/// whole output of another length; `None` for other groups.
+fn stored_group(group: usize, inputs: usize) -> Option<usize> {
+    let divisor = [64, 32, 16].into_iter().find(|&stored| group.is_multiple_of(stored));
+    divisor.or((group == inputs).then_some(GROUPS_BLOCK))
+}
+
+/// Returns the format of scales.
+fn scale_format(scales: &Scales, groups: GroupFormat, values: Values) -> ScaleFormat {
+    if scales.nested().is_some() {
+        return ScaleFormat::Nested { group: groups.group };
+    }
+    let has_plain_offset = match (values, groups.offset) {
+        (Values::Signed, Offset::None) => true,
+        (_, Offset::Minimum(format)) => format == NumberFormat::F16,
+        _ => false,
+    };
+    // The blocks of GGUF files, which are read faster than other groups.
+    if groups.group == CODE_BLOCK && groups.scale == NumberFormat::F16 && has_plain_offset {
+        return ScaleFormat::F16;
+    }
+    ScaleFormat::Groups(groups)
+}
+
+/// Returns signed codes, or codes with the middle as their zero where a scale is so small that it would lose digits.
+fn signed_values<'a>(bits: usize, scales: &Scales, scale: NumberFormat) -> PackedValues<'a> {
+    let stays_exact = |scale: f32| scale == 0.0 || !scale.is_finite() || scale.abs() >= LEAST_SIGNED_SCALE;
+    if scales.nested().is_some() || scale == NumberFormat::F16 || scales.all(stays_exact) {
+        return PackedValues { values: CodeValues::Signed, offsets: Offsets::None, offset: Offset::None };
+    }
+    PackedValues {
+        values: CodeValues::Zeros,
+        offsets: Offsets::Zero(middle(bits)),
+        offset: Offset::Zero(NumberFormat::U8),
+    }
+}
+
+/// Returns codes with zeros. Where the difference of code and zero and the product of zero and scale are exact, a number
+/// is `code · scale - zero · scale`, rounded once, which takes one operation less for each code.
+fn values_with_zeros<'a>(zeros: &'a [f32], scales: &Scales, scale: NumberFormat) -> PackedValues<'a> {
+    let is_byte = |zero: f32| zero.fract() == 0.0 && (0.0..=255.0).contains(&zero) && zero.is_sign_positive();
+    let format =
+        if zeros.iter().all(|&zero| is_byte(zero)) { NumberFormat::U8 } else { Scales::F32(zeros).wide_format() };
+    let is_exact_zero = |zero: f32| zero.abs() <= LARGEST_EXACT_ZERO && (zero * PARTS_OF_ONE).fract() == 0.0;
+    let is_exact_scale = |scale: f32| scale == 0.0 || MODERATE.contains(&scale.abs());
+    let is_exact = scale.has_exact_products()
+        && format.has_exact_products()
+        && zeros.iter().all(|&zero| is_exact_zero(zero))
+        && scales.all(is_exact_scale);
+    let values = if is_exact { CodeValues::Minimums } else { CodeValues::Zeros };
+    PackedValues { values, offsets: Offsets::Zeros(zeros), offset: Offset::Zero(format) }
+}
+
+/// Returns floats of 8 bits; `None` for infinite and NaN ones, and for scales that are too large.
+fn float8_values<'a>(float8: Float8, codes: &[u8], scales: &Scales) -> Option<PackedValues<'a>> {
+    // The kernels multiply scales by the factor.
+    let largest_scale = f32::MAX / float8.factor();
+    let is_packed = codes.iter().all(|&code| float8.is_finite(code))
+        && scales.all(|scale| !scale.is_finite() || scale.abs() <= largest_scale);
+    is_packed.then_some(PackedValues {
+        values: CodeValues::Float8(float8),
+        offsets: Offsets::None,
+        offset: Offset::None,
+    })
+}
+
+impl Scales<'_> {
+    /// Returns a number that is not nested.
+    fn number(&self, at: usize) -> f32 {
+        match self {
+            Self::F16(numbers) => numbers[at].to_f32(),
+            Self::BF16(numbers) => numbers[at].to_f32(),
+            Self::F32(numbers) => numbers[at],
+            Self::Bytes { bytes, table } => table[usize::from(bytes[at])],
+            Self::Nested(NestedScales { factors, .. }) => factors[at].to_f32(),
+        }
+    }
+
+    /// Returns whether a condition holds for all numbers, or for all factors of nested ones.
+    fn all(&self, condition: impl Fn(f32) -> bool) -> bool {
+        match self {
+            Self::F16(numbers) => numbers.iter().all(|number| condition(number.to_f32())),
+            Self::BF16(numbers) => numbers.iter().all(|number| condition(number.to_f32())),
+            Self::F32(numbers) => numbers.iter().all(|&number| condition(number)),
+            Self::Bytes { bytes, table } => used_bytes(bytes).all(|byte| condition(table[byte])),
+            Self::Nested(NestedScales { factors, .. }) => factors.iter().all(|factor| condition(factor.to_f32())),
+        }
+    }
+
+    fn are_finite(&self) -> bool {
+        self.all(f32::is_finite)
+    }
+
+    /// Returns the smallest format that has the numbers to the bit. Nested ones have their own.
+    fn format(&self) -> NumberFormat {
+        if let Self::Bytes { bytes, table } = self {
+            let factor = table[ONE_IN_E4M3];
+            let is_product = |byte: usize| {
+                let product = Float8::E4M3.number(byte as u8) * factor;
+                Float8::E4M3.is_finite(byte as u8) && product.to_bits() == table[byte].to_bits()
+            };
+            if used_bytes(bytes).all(is_product) {
+                return NumberFormat::E4M3 { factor: factor.to_bits() };
+            }
+        }
+        self.wide_format()
+    }
+
+    /// Returns the smallest format of at least 16 bits that has the numbers to the bit.
+    fn wide_format(&self) -> NumberFormat {
+        match self {
+            Self::F16(_) | Self::Nested(_) => NumberFormat::F16,
+            Self::BF16(_) => NumberFormat::BF16,
+            _ if self.all(|number| f16::from_f32(number).to_f32() == number) => NumberFormat::F16,
+            _ if self.all(|number| bf16::from_f32(number).to_f32() == number) => NumberFormat::BF16,
+            _ => NumberFormat::F32,
+        }
+    }
+}
+
+impl Offsets<'_> {
+    fn are_finite(&self) -> bool {
+        match self {
+            Self::None | Self::Zero(_) => true,
+            Self::Minimums(minimums) => minimums.are_finite(),
+            Self::Zeros(zeros) => zeros.iter().all(|zero| zero.is_finite()),
+        }
+    }
+}
+
+/// Returns the different bytes.
+fn used_bytes(bytes: &[u8]) -> impl Iterator<Item = usize> {
+    let mut is_used = [false; 256];
+    for &byte in bytes {
+        is_used[usize::from(byte)] = true;
+    }
+    (0..256).filter(move |&byte| is_used[byte])
+}
+
+/// The scales of one column of a block, one row of the panel after another.
+struct ScaleWriter<'a> {
+    /// The rows that are not written yet.
+    to: &'a mut [u8],
+    panel: usize,
+    column: usize,
+}
+
+impl ScaleWriter<'_> {
+    /// Writes a number of the next row in a format that has it to the bit.
+    fn number(&mut self, format: NumberFormat, numbers: &Scales, at: usize) {
+        match format {
+            NumberFormat::F16 => self.row(&f16::from_f32(numbers.number(at)).to_ne_bytes()),
+            NumberFormat::BF16 => self.row(&bf16::from_f32(numbers.number(at)).to_ne_bytes()),
+            NumberFormat::F32 => self.row(&numbers.number(at).to_ne_bytes()),
+            NumberFormat::U8 => self.row(&[numbers.number(at) as u8]),
+            NumberFormat::E4M3 { .. } => match numbers {
+                Scales::Bytes { bytes, .. } => self.row(&[bytes[at]]),
+                _ => unreachable!("only scales in bytes have this format"),
+            },
+        }
+    }
+
+    /// Leaves the number of the next row 0.
+    fn skip(&mut self, format: NumberFormat) {
+        self.next_row(format.bytes());
+    }
+
+    /// Writes a number of the next row.
+    fn row(&mut self, number: &[u8]) {
+        let column = self.column;
+        self.next_row(number.len())[column * number.len()..][..number.len()].copy_from_slice(number);
+    }
+
+    /// Returns the next row, of numbers of some bytes.
+    fn next_row(&mut self, bytes: usize) -> &mut [u8] {
+        let (row, rest) = std::mem::take(&mut self.to).split_at_mut(bytes * self.panel);
+        self.to = rest;
+        row
+    }
+}
