@@ -41,6 +41,9 @@ impl PackedLinear {
             dtype @ (DType::BF16 | DType::F16) => {
                 input.dtype_of(&[dtype, DType::F32], format_args!(" with a weight in {dtype:?}"))?;
             }
+            DType::F32 if self.is_quantized => {
+                input.dtype_of(&[DType::F32, DType::BF16, DType::F16], " with a quantised weight")?;
+            }
             dtype => {
                 input.dtype(dtype, "the weight's")?;
             }
@@ -70,7 +73,8 @@ impl PackedLinear {
         {
             let activation = self.activation.map(kernel_activation).transpose()?;
             let factor = Factor::Packed { weight: weight.clone(), columns };
-            return product(xs, factor, self.bias.as_ref(), Epilogue { activation, residual, up: None });
+            let epilogue = Epilogue { activation, residual, up: None };
+            return product(&self.in_order(xs)?, factor, self.bias.as_ref(), epilogue);
         }
         if xs.device().is_cuda()
             && let Some(call) = self.cuda_rows(xs, columns.clone(), residual)
@@ -84,6 +88,14 @@ impl PackedLinear {
         match residual {
             Some(residual) => ys + residual,
             None => Ok(ys),
+        }
+    }
+
+    /// Returns the inputs (.., in) in the order of the weight's columns.
+    fn in_order(&self, xs: &Tensor) -> Result<Tensor> {
+        match &self.input_order {
+            Some(order) if xs.elem_count() > 0 => contiguous("input", xs)?.index_select(order, xs.rank() - 1),
+            _ => Ok(xs.clone()),
         }
     }
 
@@ -117,7 +129,7 @@ impl PackedLinear {
         match &self.weight {
             Weight::Packed(weight) => {
                 let factor = Factor::Packed { weight: weight.clone(), columns };
-                product(xs, factor, self.bias.as_ref(), Epilogue::default())
+                product(&self.in_order(xs)?, factor, self.bias.as_ref(), Epilogue::default())
             }
             Weight::Tracked { weight, instruction_set } => {
                 let weight = as_matrix("weight", &own(weight)?)?;
@@ -145,7 +157,8 @@ impl PackedLinear {
     }
 }
 
-/// Maps (.., in) to (.., out) in the input's dtype, which is the weight's, or f32 with a weight in half precision.
+/// Maps (.., in) to (.., out) in the input's dtype: the weight's, f32 with a weight in half precision, or any of f32,
+/// bf16 and f16 with a quantised weight that is packed.
 impl Module for PackedLinear {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.forward_columns(xs, 0..self.out_dim())

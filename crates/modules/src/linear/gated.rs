@@ -95,6 +95,8 @@ impl Module for PackedGatedLinear {
             && let Weight::Packed(up_weight) = &up.weight
             && let Some(activation) = gate.activation
             && gate_weight.is_like(up_weight)
+            && gate.input_order.is_none()
+            && up.input_order.is_none()
             && !xs.track_op()
         {
             let columns = 0..self.out_dim();

@@ -4,7 +4,7 @@
 //! 4 to 8 bits by which the scale is multiplied, and another one for the minimum. llama.cpp's `ggml-quants.c`
 //! defines the order of the bits.
 
-use candle_attention_kernels::linear::{Codes, NESTED_BLOCK, NestedScales, Scales};
+use candle_attention_kernels::linear::{Codes, NESTED_BLOCK, NestedScales, Scales, Values};
 use candle_core::quantized::GgmlDType;
 use half::f16;
 
@@ -37,8 +37,8 @@ impl FactorsAndNumbers {
         self.factors.extend([factor; BLOCK / NESTED_BLOCK]);
     }
 
-    fn as_nested(&self) -> NestedScales<'_> {
-        NestedScales { factors: &self.factors, numbers: &self.numbers }
+    fn as_scales(&self) -> Scales<'_> {
+        Scales::Nested(NestedScales { factors: &self.factors, numbers: &self.numbers })
     }
 }
 
@@ -76,9 +76,11 @@ impl KQuantCodes {
 
     /// Returns the codes for [`PackedWeight::from_codes`](candle_attention_kernels::linear::PackedWeight::from_codes).
     pub(super) fn as_codes(&self) -> Codes<'_> {
-        let minimums = self.minimums.as_ref().map(FactorsAndNumbers::as_nested);
-        let scales = Scales::Nested { group: self.group, scales: self.scales.as_nested(), minimums };
-        Codes { bits: self.bits, codes: &self.codes, scales }
+        let values = match &self.minimums {
+            Some(minimums) => Values::Minimums(minimums.as_scales()),
+            None => Values::Signed,
+        };
+        Codes { bits: self.bits, codes: &self.codes, group: self.group, values, scales: self.scales.as_scales() }
     }
 
     fn push_scale(&mut self, number: u8) {

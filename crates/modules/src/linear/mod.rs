@@ -1,6 +1,7 @@
 //! Linear layers on the CPU kernels.
 
 mod backend;
+mod codes;
 mod cuda;
 mod forward;
 mod gated;
@@ -74,6 +75,10 @@ pub struct PackedLinear {
     linear_dtype: DType,
     device: Device,
     activation: Option<Activation>,
+    /// Whether the weight has the numbers of codes, which are multiplied by inputs in f32 and in half precision.
+    is_quantized: bool,
+    /// The input of each column of a packed weight, (in,) in u32; `None` where columns have the order of the inputs.
+    input_order: Option<Tensor>,
 }
 
 #[derive(Debug, Clone)]
@@ -189,7 +194,9 @@ impl PackedLinear {
             }
             _ => bias.cloned(),
         };
-        Ok(Self { weight, bias, shape, dtype, linear_dtype, device: device.clone(), activation: None })
+        let device = device.clone();
+        let (activation, is_quantized, input_order) = (None, false, None);
+        Ok(Self { weight, bias, shape, dtype, linear_dtype, device, activation, is_quantized, input_order })
     }
 
     /// Packs a [`Linear`].
@@ -250,7 +257,7 @@ impl PackedLinear {
             }
             Weight::Plain(weight) => Self::new(&frozen(weight)?, bias.as_ref())?,
         };
-        Ok(Self { activation: self.activation, ..packed })
+        Ok(Self { activation: self.activation, is_quantized: self.is_quantized, ..packed })
     }
 
     /// Returns weight and bias as a [`Linear`], with the bits that were packed and without the activation. A quantised
@@ -260,7 +267,7 @@ impl PackedLinear {
     /// If the weight cannot be allocated.
     pub fn to_linear(&self) -> Result<Linear> {
         let weight = match &self.weight {
-            Weight::Packed(weight) => unpack(weight, self.dtype, None)?,
+            Weight::Packed(weight) => self.to_input_order(&unpack(weight, self.dtype, None)?)?,
             Weight::Tracked { weight, .. } | Weight::Plain(weight) => weight.clone(),
             Weight::Quantized { weight, .. } => weight.dequantize(&self.device)?,
         };
@@ -304,7 +311,7 @@ impl PackedLinear {
         let rows = match &self.weight {
             Weight::Packed(weight) => {
                 let outputs: Vec<_> = flat.iter().map(|&id| id as usize).collect();
-                unpack(weight, self.dtype, Some(&outputs))?
+                self.to_input_order(&unpack(weight, self.dtype, Some(&outputs))?)?
             }
             Weight::Tracked { weight, .. } | Weight::Plain(weight) => {
                 // Metal misreads a transposed weight.
@@ -313,6 +320,16 @@ impl PackedLinear {
             Weight::Quantized { weight, .. } => weight.embedding(&Tensor::new(flat.as_slice(), self.device())?)?,
         };
         rows.reshape(shape)
+    }
+
+    /// Returns rows (.., in) of the packed weight with each column at its input.
+    fn to_input_order(&self, rows: &Tensor) -> Result<Tensor> {
+        let Some(order) = &self.input_order else { return Ok(rows.clone()) };
+        let mut column_of_input = vec![0u32; self.in_dim()];
+        for (column, input) in to_vec::<u32>(order)?.into_iter().enumerate() {
+            column_of_input[input as usize] = column as u32;
+        }
+        rows.index_select(&Tensor::new(column_of_input, &Device::Cpu)?, 1)
     }
 
     /// Returns the number of outputs.

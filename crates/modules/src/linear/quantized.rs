@@ -9,8 +9,8 @@ use half::f16;
 use super::k_quants::KQuantCodes;
 use super::product::{choose_instruction_set, kernel_error, pack};
 use super::{OP, PackedLinear, Weight};
-use crate::base::{Dim, Expect, QuantizedWeight, check_memory};
-use candle_attention_kernels::linear::{CODE_BLOCK, Codes, PackedWeight, Scales, WeightShape};
+use crate::base::{Dim, Expect, check_memory};
+use candle_attention_kernels::linear::{CODE_BLOCK, Codes, PackedWeight, Scales, Values, WeightShape};
 
 impl PackedLinear {
     /// Packs `weight` (out, in) in any type of GGUF files, with `bias` (out,) in f32, for inputs in f32.
@@ -75,16 +75,6 @@ impl PackedLinear {
     }
 }
 
-impl PackedLinear {
-    /// Packs a quantised weight, with `bias` (out,) in f32, for inputs in f32.
-    ///
-    /// # Errors
-    /// For a bias of another shape or dtype, and if memory is short.
-    pub fn from_quantized(weight: &QuantizedWeight, bias: Option<&Tensor>) -> Result<Self> {
-        Self::new(&weight.dequantize()?, bias)
-    }
-}
-
 fn is_k_quant(dtype: GgmlDType) -> bool {
     use GgmlDType::{Q2K, Q3K, Q4K, Q5K, Q6K, Q8K};
     matches!(dtype, Q2K | Q3K | Q4K | Q5K | Q6K | Q8K)
@@ -119,18 +109,16 @@ impl BlockFormat {
         self.factor_bytes() + CODE_BLOCK * self.bits / 8
     }
 
-    /// Appends the codes of a block's numbers. Codes of 4 bits stay as they are, others are widened to 8 bits.
+    /// Appends the codes of a block's numbers.
     fn unpack(&self, numbers: &[u8], codes: &mut Vec<u8>) {
         match self.bits {
             // Signed bytes.
             8 => codes.extend(numbers.iter().map(|number| number ^ 0x80)),
             5 => {
                 let (fifth_bits, lower_bits) = numbers.split_at(4);
-                // Without minimums, zero is the middle of the codes: 16 of 5 bits, 128 of 8 bits.
-                let offset = if self.has_minimums { 0 } else { 128 - 16 };
                 codes.extend((0..CODE_BLOCK).map(|n| {
                     let fifth_bit = fifth_bits[n / 8] >> (n % 8) & 1;
-                    offset + (fifth_bit << 4 | nibble(lower_bits, n))
+                    fifth_bit << 4 | nibble(lower_bits, n)
                 }));
             }
             _ => codes.extend((0..CODE_BLOCK).map(|n| nibble(numbers, n))),
@@ -146,7 +134,7 @@ fn nibble(bytes: &[u8], n: usize) -> u8 {
 /// Packs a quantised weight in its own type; `None` for types that are not packed.
 fn pack_blocks(weight: &QTensor) -> Result<Option<PackedWeight>> {
     if let Some(codes) = KQuantCodes::read(weight.dtype(), &weight.data()?) {
-        return pack_codes(&codes.as_codes(), weight).map(Some);
+        return pack_codes(&codes.as_codes(), weight);
     }
     let Some(format) = BlockFormat::new(weight.dtype()) else { return Ok(None) };
     let mut codes = Vec::new();
@@ -159,13 +147,12 @@ fn pack_blocks(weight: &QTensor) -> Result<Option<PackedWeight>> {
         }
         format.unpack(&block[format.factor_bytes()..], &mut codes);
     }
-    let minimums = format.has_minimums.then_some(minimums.as_slice());
-    let bits = if format.bits == 4 { 4 } else { 8 };
-    let packed_codes = Codes { bits, codes: &codes, scales: Scales::F16 { scales: &scales, minimums } };
-    pack_codes(&packed_codes, weight).map(Some)
+    let values = if format.has_minimums { Values::Minimums(Scales::F16(&minimums)) } else { Values::Signed };
+    let scales = Scales::F16(&scales);
+    pack_codes(&Codes { bits: format.bits, codes: &codes, group: CODE_BLOCK, values, scales }, weight)
 }
 
-fn pack_codes(codes: &Codes, weight: &QTensor) -> Result<PackedWeight> {
+fn pack_codes(codes: &Codes, weight: &QTensor) -> Result<Option<PackedWeight>> {
     let instruction_set = choose_instruction_set(None, DType::F32)?;
     let (outputs, inputs) = weight.shape().dims2()?;
     PackedWeight::from_codes(codes, WeightShape { outputs, inputs }, instruction_set).map_err(kernel_error)
