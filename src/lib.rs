@@ -71,7 +71,7 @@ pub use candle_attention_delta::{
     gated_delta_rule_varlen,
 };
 pub use candle_attention_modules::{
-    base::{HeadShard, OptionalRef, variables_without_gradient},
+    base::{HeadShard, OptionalRef, QuantizationFormat, QuantizedWeight, variables_without_gradient},
     gate::{GateActivation, GateLayout, GateScope, OutputGate},
     init::{self, TorchSeed},
     linear::{

@@ -24,6 +24,7 @@ pub(super) unsafe fn with_code_columns(format: &CodeFormat, work: impl WithColum
     // SAFETY: as this function's contract.
     unsafe {
         match (format.values, format.scales) {
+            (CodeValues::Table(_), ScaleFormat::Nested { .. }) => work.run::<CodeBlocks<FromTable, NestedScales>>(),
             (CodeValues::Table(_), _) => work.run::<CodeBlocks<FromTable, NumberScales>>(),
             (CodeValues::Float8(Float8::E4M3), _) => {
                 work.run::<CodeBlocks<FromFloat8<E4M3_SHIFT>, NumberScales>>();
@@ -216,6 +217,7 @@ pub(crate) trait BlockScales {
 impl<C: CodeNumbers, S: BlockScales> Columns for CodeBlocks<C, S> {
     const STEPS: usize = 32 / C::BITS as usize;
     const BLOCK: usize = S::BLOCK;
+    const HAS_WHOLE_PANELS: bool = true;
     type Scales<V: Vector> = CodeScales<V>;
     type Loaded<V: Vector> = V;
 

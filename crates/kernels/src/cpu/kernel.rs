@@ -280,6 +280,9 @@ pub trait Columns {
     const BYTES: usize = size_of::<f32>();
     /// Whether the columns are words that are multiplied as they are.
     const IS_WORDS: bool = false;
+    /// Whether every panel has all columns in memory, and products compute all of them: there are many formats of codes,
+    /// and fewer tiles to compile then.
+    const HAS_WHOLE_PANELS: bool = false;
 
     /// The scales of a vector of columns.
     type Scales<V: Vector>: Copy;

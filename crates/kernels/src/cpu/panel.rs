@@ -20,7 +20,8 @@ pub struct PanelProduct {
     pub c: *mut f32,
     pub rows: usize,
     pub depth: usize,
-    /// The vectors of the panel that are computed. The columns beyond them keep their values.
+    /// The vectors of the panel that are computed. The columns beyond them keep their values, except where B is codes:
+    /// all columns are computed then.
     pub vectors: usize,
     /// A factor for each column of C, or `None` if C is overwritten.
     pub factors: Option<*const f32>,

@@ -192,6 +192,8 @@ unsafe fn tile_rows<K: Kernel, B: Columns, const R: usize>(product: &PanelProduc
     // SAFETY: as this function's contract.
     unsafe {
         match product.vectors {
+            _ if const { B::HAS_WHOLE_PANELS && K::VECTORS == 3 } => tile::<K, B, R, 3>(product, a, c),
+            _ if const { B::HAS_WHOLE_PANELS } => tile::<K, B, R, 2>(product, a, c),
             1 => tile::<K, B, R, 1>(product, a, c),
             3 if const { K::VECTORS >= 3 } => tile::<K, B, R, 3>(product, a, c),
             _ => tile::<K, B, R, 2>(product, a, c),

@@ -226,9 +226,9 @@ impl Codes<'_> {
             return Err(Error::Shape(format!("expected inputs in blocks of {NESTED_BLOCK}, found {inputs}")));
         }
         match values {
-            Values::Signed => Ok(()),
+            Values::Signed | Values::Table(_) => Ok(()),
             Values::Minimums(minimums) if minimums.nested().is_some() => Ok(()),
-            _ => Err(Error::Shape("expected signed codes or nested minimums with nested scales".into())),
+            _ => Err(Error::Shape("expected signed codes, a table or nested minimums with nested scales".into())),
         }
     }
 }

@@ -79,6 +79,11 @@ impl PackedWeight {
         self.instruction_set
     }
 
+    /// Returns whether the weight is stored as codes with scales.
+    pub fn has_codes(&self) -> bool {
+        matches!(self.format, Format::Codes(_))
+    }
+
     pub(super) fn is_bf16(&self) -> bool {
         self.format == Format::BF16
     }

@@ -14,6 +14,7 @@ mod parameter_list;
 mod parameters;
 mod product;
 mod quantization;
+mod quantize;
 mod quantized_tensor;
 mod quantized_weight;
 mod query_heads;
@@ -39,6 +40,7 @@ pub use parameter_list::{ParameterList, StoredParameter};
 pub use parameters::{Parameter, WeightAndBias, frozen, part, save, variables_without_gradient};
 pub use product::{matmul, matmul_by_head, matmul_ready};
 pub use quantization::{ConfigMethod, QuantizationSigns};
+pub use quantize::QuantizationFormat;
 pub use quantized_weight::{CodeValues, Float8, GroupNumbers, QuantizedWeight};
 pub use query_heads::QueryHeadOrder;
 pub use reader::{

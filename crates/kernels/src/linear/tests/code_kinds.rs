@@ -57,6 +57,7 @@ impl CodeKind {
         for (bits, group, values, scales) in [
             (2, 16, Signed, F16),
             (3, 16, Signed, Nested),
+            (4, 32, Table, Nested),
             (3, 32, Minimums, F16),
             (5, 32, Signed, F16),
             (6, 64, Minimums, BF16),

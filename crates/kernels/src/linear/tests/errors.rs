@@ -45,7 +45,7 @@ fn packed_codes_with_wrong_sizes_are_errors() {
         (
             nested(16, &[1; 4], Values::Minimums(Scales::F32(&[1.0; 4]))),
             weight_shape(1, 64),
-            "expected signed codes or nested minimums with nested scales",
+            "expected signed codes, a table or nested minimums with nested scales",
         ),
         (
             nested(32, &[1, 64], minimums),
