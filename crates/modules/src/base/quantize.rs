@@ -287,13 +287,24 @@ mod tests {
             |weight: &Tensor, format| QuantizedWeight::quantize(weight, format).expect_err("a wrong call").to_string();
         let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &Device::Cpu);
         let int4 = |group| QuantizationFormat::Int4 { group };
-        assert_eq!(error(&zeros(&[2, 48])?, int4(48)), "[quantize] expected groups of 32, 64 or 128 inputs, found 48");
-        let expected = "[quantize] expected inputs in groups of 64, found a weight of shape (2, 48)";
-        assert_eq!(error(&zeros(&[2, 48])?, QuantizationFormat::Nf4), expected);
-        assert!(error(&zeros(&[2])?, QuantizationFormat::Int8).starts_with("[quantize] weight has shape [2]"));
         let infinite = Tensor::new(&[[1f32, 2.0], [f32::INFINITY, 0.0]], &Device::Cpu)?;
-        let expected = "[quantize] expected finite numbers, found inf in row 1 of the weight";
-        assert_eq!(error(&infinite, QuantizationFormat::Int8), expected);
+        for (weight, format, expected) in [
+            (zeros(&[2, 48])?, int4(48), "[quantize] expected groups of 32, 64 or 128 inputs, found 48"),
+            (
+                zeros(&[2, 48])?,
+                QuantizationFormat::Nf4,
+                "[quantize] expected inputs in groups of 64, found a weight of shape (2, 48)",
+            ),
+            (zeros(&[2])?, QuantizationFormat::Int8, "[quantize] weight has shape [2]"),
+            (
+                infinite,
+                QuantizationFormat::Int8,
+                "[quantize] expected finite numbers, found inf in row 1 of the weight",
+            ),
+        ] {
+            let found = error(&weight, format);
+            assert!(found.starts_with(expected), "{found}");
+        }
         Ok(())
     }
 }

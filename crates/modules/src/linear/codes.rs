@@ -94,7 +94,7 @@ impl PackedLinear {
 }
 
 /// Packs a weight; `None` where the kernels would not have the bits of its numbers.
-fn pack_quantized(weight: &QuantizedWeight, shape: WeightShape) -> Result<Option<PackedWeight>> {
+pub(super) fn pack_quantized(weight: &QuantizedWeight, shape: WeightShape) -> Result<Option<PackedWeight>> {
     let instruction_set = choose_instruction_set(None, DType::F32)?;
     let is_nested = has_nested_form(weight);
     let scales = KernelNumbers::new(&weight.scales, weight, is_nested);
@@ -433,7 +433,7 @@ mod tests {
         assert!(error.to_string().contains("[packed_linear] bias has shape [3]"), "{error}");
         let few = QuantizedWeight { codes: vec![0; 5], ..weight };
         let error = PackedLinear::from_quantized(&few, None).expect_err("5 codes");
-        assert_eq!(error.to_string(), "[packed_linear] codes has 5 elements, expected 9472");
+        assert!(error.to_string().starts_with("[packed_linear] codes has 5 elements, expected 9472"), "{error}");
         Ok(())
     }
 }

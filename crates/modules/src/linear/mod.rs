@@ -5,7 +5,6 @@ mod codes;
 mod cuda;
 mod forward;
 mod gated;
-mod k_quants;
 mod matrix;
 mod product;
 mod projections;

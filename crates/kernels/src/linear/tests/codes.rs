@@ -7,6 +7,13 @@ use crate::cpu::tests::Sequence;
 use crate::linear::{Activation, Codes, Epilogue, PackedWeight, Product, Right, Scales, Up, Values, WeightShape};
 use crate::linear::{multiply_vec, tests::instruction_sets};
 
+/// Returns the instruction sets whose products in f32 differ. Codes are multiplied in f32.
+fn instruction_sets_of_codes() -> Vec<InstructionSet> {
+    let mut all = instruction_sets();
+    all.retain(|set| !matches!(set, InstructionSet::NeonBf16 | InstructionSet::Avx512Bf16 | InstructionSet::Amx));
+    all
+}
+
 /// Packed codes, and their numbers in f32.
 struct PackedCodes {
     packed: PackedWeight,
@@ -23,11 +30,11 @@ fn codes(kind: CodeKind, shape: WeightShape, instruction_set: InstructionSet, sa
 /// Checks products of codes with any number of rows and an epilogue.
 #[test]
 fn packed_codes_product_has_bits_of_f32_weight() {
-    let row_counts = if cfg!(miri) { vec![2] } else { vec![1, 2, 3, 8, 17, 40] };
+    let row_counts = if cfg!(miri) { vec![2] } else { vec![1, 2, 7, 17, 40] };
     let shape = if cfg!(miri) { weight_shape(18, 64) } else { weight_shape(103, 640) };
     let WeightShape { outputs, inputs } = shape;
     let bias = numbers::<f32>(outputs, 9);
-    for instruction_set in instruction_sets() {
+    for instruction_set in instruction_sets_of_codes() {
         for kind in CodeKind::all(inputs) {
             let [Some(first), Some(second)] = [10, 20].map(|salt| codes(kind, shape, instruction_set, salt)) else {
                 assert!(kind.is_refused_by_scalar(false) && instruction_set == InstructionSet::Scalar, "{kind:?}");
@@ -110,7 +117,7 @@ fn packed_codes_with_any_scale_have_bits_of_f32_weight() {
     let row_counts = if cfg!(miri) { vec![2] } else { vec![1, 3, 40] };
     let shape = if cfg!(miri) { weight_shape(18, 64) } else { weight_shape(103, 128) };
     let WeightShape { outputs, inputs } = shape;
-    for instruction_set in instruction_sets() {
+    for instruction_set in instruction_sets_of_codes() {
         for kind in CodeKind::all(inputs) {
             let Some(PackedCodes { packed, numbers: exact }) = codes_with_any_scale(kind, shape, instruction_set)
             else {
@@ -162,7 +169,7 @@ fn packed_codes_with_partial_last_group_have_bits_of_f32_weight() {
         if inputs == 48 {
             kinds.push(own(ValueKind::Minimums, ScaleKind::BF16, 16));
         }
-        for instruction_set in instruction_sets() {
+        for instruction_set in instruction_sets_of_codes() {
             for &kind in &kinds {
                 let PackedCodes { packed, numbers: exact } =
                     codes(kind, shape, instruction_set, 3).expect("codes that are packed");
