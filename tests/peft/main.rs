@@ -8,6 +8,7 @@ mod errors;
 mod fit;
 mod models;
 mod names;
+mod quantized;
 mod training;
 
 use std::collections::HashMap;

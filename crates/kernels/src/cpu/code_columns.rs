@@ -1,7 +1,7 @@
 //! Codes with scales as the right operand of a product.
 //!
-//! A block of a panel is the scales of its columns, then their minimums or zeros if there are any, and then words of the
-//! codes of neighbouring steps, the first step in the highest bits. Where a block has several groups, each kind of
+//! A block of a panel is the scales of its columns, then their minimums or zeros if there are any, and then words of
+//! the codes of neighbouring steps, the first step in the highest bits. Where a block has several groups, each kind of
 //! number is (groups, panel).
 
 use std::marker::PhantomData;
@@ -10,8 +10,7 @@ use super::code_format::{
     CODE_BLOCK, CodeFormat, CodeValues, E4M3_SHIFT, E5M2_SHIFT, Float8, GROUPS_BLOCK, GroupFormat, NESTED_BLOCK,
     NumberFormat, Offset, ScaleFormat,
 };
-use super::columns::WithColumns;
-use super::kernel::{ColumnBlock, Columns, Vector};
+use super::kernel::{ColumnBlock, Columns, Vector, WithColumns};
 use super::panel::Format;
 
 /// Runs work with the columns of a format of codes.
@@ -75,17 +74,17 @@ pub(crate) struct LoadedScales<V> {
     offset: V,
 }
 
-/// Blocks of codes that stand for the numbers C, with scales in the format S.
+/// Blocks of codes of the numbers C, with scales in the format S.
 pub(crate) struct CodeBlocks<C, S>(PhantomData<(C, S)>);
 
-/// The numbers that codes stand for.
+/// The numbers of codes.
 pub(crate) trait CodeNumbers {
     /// The bits of a code.
     const BITS: u32;
     /// The number of a group besides its scale.
     const OFFSET: OffsetKind = OffsetKind::None;
-    /// What scales are multiplied by when they are loaded, because codes are taken from words as numbers divided by it:
-    /// a power of two, which changes no digit of the product.
+    /// A factor of the scales, because codes are taken from words as numbers divided by it: a power of two, which
+    /// changes no digit of the product.
     const FACTOR: Option<f32> = None;
 
     /// Takes the numbers of the highest code of each word.
@@ -103,9 +102,9 @@ pub(crate) enum OffsetKind {
     Zero,
 }
 
-/// Codes in two's complement, times their scale: the numbers that GGUF files define, to the bit. With codes from 0 on and
-/// `code · scale - middle · scale` instead, an infinite scale would lead to NaN, and a negative scale would lose the
-/// sign of a zero.
+/// Codes in two's complement, times their scale: the numbers that GGUF files define, to the bit. With codes from 0 on
+/// and `code · scale - middle · scale` instead, an infinite scale would lead to NaN, and a negative scale would lose
+/// the sign of a zero.
 pub(crate) struct Signed<const BITS: u32>;
 
 impl<const BITS: u32> CodeNumbers for Signed<BITS> {
@@ -160,7 +159,7 @@ impl<const BITS: u32> CodeNumbers for WithZeros<BITS> {
     }
 }
 
-/// Codes of 4 bits, whose numbers are those of a table times their scale.
+/// Codes of 4 bits, whose numbers are entries of a table times their scale.
 pub(crate) struct FromTable;
 
 impl CodeNumbers for FromTable {

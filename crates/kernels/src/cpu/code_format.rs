@@ -23,7 +23,7 @@ pub struct CodeFormat {
     pub scales: ScaleFormat,
 }
 
-/// The numbers that stored codes stand for.
+/// The numbers of stored codes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum CodeValues {
     /// `code · scale`, with codes in two's complement.
@@ -75,7 +75,7 @@ impl Float8 {
     /// Returns the number of a code whose bits were moved to their places in an f32, divided by what these bits are as
     /// an f32: 2 to the power of the difference of the exponents' biases.
     pub const fn factor(self) -> f32 {
-        // The exponents have biases of 7 and 15, and those of f32 one of 127.
+        // The biases of the exponents are 7, 15, and 127 in f32.
         let power = match self {
             Self::E4M3 => 127 - 7,
             Self::E5M2 => 127 - 15,

@@ -1,17 +1,8 @@
 //! The formats of the right operand of a product: words, pairs of bf16, f16, and codes with scales.
 
 use super::code_columns::with_code_columns;
-use super::kernel::{ColumnBlock, Columns, Pair, Vector};
+use super::kernel::{ColumnBlock, Columns, Pair, Vector, WithColumns};
 use super::panel::{BF16_PAIR, Format};
-
-/// Work that is written once and compiled for each format of columns.
-pub(crate) trait WithColumns {
-    /// Runs the work.
-    ///
-    /// # Safety
-    /// The columns have the format B.
-    unsafe fn run<B: Columns>(self);
-}
 
 /// Runs work with the columns of a format.
 ///

@@ -280,8 +280,8 @@ pub trait Columns {
     const BYTES: usize = size_of::<f32>();
     /// Whether the columns are words that are multiplied as they are.
     const IS_WORDS: bool = false;
-    /// Whether every panel has all columns in memory, and products compute all of them: there are many formats of codes,
-    /// and fewer tiles to compile then.
+    /// Whether every panel has all columns in memory, and products compute all of them. There are many formats of
+    /// codes, for each of which fewer tiles are compiled then.
     const HAS_WHOLE_PANELS: bool = false;
 
     /// The scales of a vector of columns.
@@ -316,4 +316,13 @@ pub trait Columns {
     /// # Safety
     /// As [`Vector`].
     unsafe fn take<V: Vector>(loaded: &mut Self::Loaded<V>, scales: &Self::Scales<V>) -> V;
+}
+
+/// Work that is written once and compiled for each format of columns.
+pub trait WithColumns {
+    /// Runs the work.
+    ///
+    /// # Safety
+    /// The columns have the format B.
+    unsafe fn run<B: Columns>(self);
 }

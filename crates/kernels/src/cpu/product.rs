@@ -2,9 +2,9 @@
 
 use std::marker::PhantomData;
 
-use super::columns::{WithColumns, Words, with_columns};
+use super::columns::{Words, with_columns};
 use super::functions::prefetch_bytes;
-use super::kernel::{ColumnBlock, Columns, Kernel, SimdTask, Vector};
+use super::kernel::{ColumnBlock, Columns, Kernel, SimdTask, Vector, WithColumns};
 use super::panel::PanelProduct;
 
 /// The distance in bytes at which columns that are narrower than words are prefetched; 4 to 12 KB are equally fast. The

@@ -5,11 +5,12 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::codes::{Codes, NestedScales, Scales, Values};
-use super::weight::WeightShape;
+use super::weight::{PackedWeight, WeightShape};
 use crate::cpu::{
-    CODE_BLOCK, CodeFormat, CodeTable, CodeValues, Float8, GROUPS_BLOCK, GroupFormat, InstructionSet, NESTED_BLOCK,
-    NumberFormat, Offset, ScaleFormat,
+    CODE_BLOCK, CodeFormat, CodeTable, CodeValues, Float8, Format, GROUPS_BLOCK, GroupFormat, InstructionSet,
+    NESTED_BLOCK, NumberFormat, Offset, ScaleFormat,
 };
+use crate::error::Error;
 
 /// The smallest scale that stays exact when signed codes are multiplied by 2^28 and scales divided by it.
 const LEAST_SIGNED_SCALE: f32 = f32::from_bits((127 - 90) << 23);
@@ -24,6 +25,41 @@ const PARTS_OF_ONE: f32 = 65536.0;
 
 /// The code of 1 in E4M3.
 const ONE_IN_E4M3: usize = 0x38;
+
+impl PackedWeight {
+    /// Packs a weight of codes for products on an instruction set, or returns `None` where the kernels would not
+    /// compute its numbers to the bit: for groups that are no multiple of 16, infinite and NaN floats of 8 bits, and
+    /// minimums with scales in f32 on [`InstructionSet::Scalar`], which rounds sums of products twice.
+    ///
+    /// The weight takes 4 or 8 bits for each code. Scales and minimums take 16 bits, or 32 where 16 do not have their
+    /// digits. Scales in bytes take 8 bits where they are E4M3 times a factor, zeros take 8 bits where they are whole,
+    /// and nested scales are stored as in the file. A scale is stored once for each group of 16, 32 or 64 inputs, and
+    /// repeated in larger groups.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for bits, groups and scales that [`Codes`] does not have, slices whose lengths do not
+    /// fit the shape, and a code that exceeds its bits; [`Error::InstructionSet`] and [`Error::Memory`] as
+    /// [`new`](Self::new).
+    pub fn from_codes(
+        codes: &Codes,
+        shape: WeightShape,
+        instruction_set: InstructionSet,
+    ) -> Result<Option<Self>, Error> {
+        codes.check(shape)?;
+        let Some(packing) = Packing::new(codes, shape, instruction_set) else { return Ok(None) };
+        let format = Format::Codes(packing.format);
+        // SAFETY: a task clears its whole panel first.
+        let packed = unsafe {
+            Self::filled_by(format, shape, instruction_set, &|&Self { panel, padded, .. }, index, to| {
+                let bytes = format.bytes(padded) * panel;
+                to.cast::<u8>().write_bytes(0, bytes);
+                let panel_bytes = std::slice::from_raw_parts_mut(to.cast(), bytes);
+                packing.pack_panel(panel_bytes, index * panel..shape.outputs.min((index + 1) * panel), panel);
+            })
+        };
+        packed.map(Some)
+    }
+}
 
 /// A weight of codes and the format in which it is packed.
 pub(super) struct Packing<'a> {
@@ -203,8 +239,8 @@ fn middle(bits: usize) -> u8 {
     1 << (bits - 1)
 }
 
-/// Returns the inputs that share a stored scale: the most of 64, 32 and 16 that divide the group, or 64 for a scale of a
-/// whole output of another length; `None` for other groups.
+/// Returns the inputs that share a stored scale: the most of 64, 32 and 16 that divide the group, or 64 for a scale of
+/// a whole output of another length; `None` for other groups.
 fn stored_group(group: usize, inputs: usize) -> Option<usize> {
     let divisor = [64, 32, 16].into_iter().find(|&stored| group.is_multiple_of(stored));
     divisor.or((group == inputs).then_some(GROUPS_BLOCK))
@@ -240,8 +276,8 @@ fn signed_values<'a>(bits: usize, scales: &Scales, scale: NumberFormat) -> Packe
     }
 }
 
-/// Returns codes with zeros. Where the difference of code and zero and the product of zero and scale are exact, a number
-/// is `code · scale - zero · scale`, rounded once, which takes one operation less for each code.
+/// Returns codes with zeros. Where the difference of code and zero and the product of zero and scale are exact, a
+/// number is `code · scale - zero · scale`, rounded once, which takes one operation less for each code.
 fn values_with_zeros<'a>(zeros: &'a [f32], scales: &Scales, scale: NumberFormat) -> PackedValues<'a> {
     let is_byte = |zero: f32| zero.fract() == 0.0 && (0.0..=255.0).contains(&zero) && zero.is_sign_positive();
     let format =
@@ -281,7 +317,7 @@ impl Scales<'_> {
         }
     }
 
-    /// Returns whether a condition holds for all numbers, or for all factors of nested ones.
+    /// Returns whether all numbers, or all factors of nested ones, fulfil a condition.
     fn all(&self, condition: impl Fn(f32) -> bool) -> bool {
         match self {
             Self::F16(numbers) => numbers.iter().all(|number| condition(number.to_f32())),

@@ -2,9 +2,8 @@
 
 use half::{bf16, f16};
 
-use super::code_packing::Packing;
-use super::weight::{PackedWeight, WeightShape};
-use crate::cpu::{Format, InstructionSet, NESTED_BLOCK};
+use super::weight::WeightShape;
+use crate::cpu::NESTED_BLOCK;
 use crate::error::{Error, check_len};
 
 /// The largest code and the largest whole number of a scale whose product with a factor of 11 bits is exact in f32.
@@ -38,13 +37,13 @@ pub struct Codes<'a> {
     pub codes: &'a [u8],
     /// The neighbouring inputs that share a scale, a divisor of the inputs: all of them for a scale for each output.
     pub group: usize,
-    /// The numbers that codes stand for.
+    /// The numbers of codes.
     pub values: Values<'a>,
     /// The scales, (out, in / group).
     pub scales: Scales<'a>,
 }
 
-/// The numbers that codes stand for.
+/// The numbers of codes.
 #[derive(Clone, Copy, Debug)]
 pub enum Values<'a> {
     /// `(code - 2^(bits - 1)) · scale`: codes on both sides of zero.
@@ -93,41 +92,6 @@ pub struct NestedScales<'a> {
     pub numbers: &'a [u8],
 }
 
-impl PackedWeight {
-    /// Packs a weight of codes for products on an instruction set, or returns `None` where the kernels would not
-    /// compute its numbers to the bit: for groups that are no multiple of 16, infinite and NaN floats of 8 bits, and
-    /// minimums with scales in f32 on [`InstructionSet::Scalar`], which rounds sums of products twice.
-    ///
-    /// The weight takes 4 or 8 bits for each code. Scales and minimums take 16 bits, or 32 where 16 do not have their
-    /// digits; scales in bytes take 8 bits where they are E4M3 times a factor, and nested ones as many as in the file;
-    /// zeros take 8 bits where they are whole. A scale is stored once for each group of 16, 32 or 64 inputs, and
-    /// repeated in larger groups.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] for bits, groups and scales that [`Codes`] does not have, slices that do not have the lengths of
-    /// the shape, and a code that exceeds its bits; [`Error::InstructionSet`] and [`Error::Memory`] as
-    /// [`new`](Self::new).
-    pub fn from_codes(
-        codes: &Codes,
-        shape: WeightShape,
-        instruction_set: InstructionSet,
-    ) -> Result<Option<Self>, Error> {
-        codes.check(shape)?;
-        let Some(packing) = Packing::new(codes, shape, instruction_set) else { return Ok(None) };
-        let format = Format::Codes(packing.format);
-        // SAFETY: a task clears its whole panel first.
-        let packed = unsafe {
-            Self::filled_by(format, shape, instruction_set, &|&Self { panel, padded, .. }, index, to| {
-                let bytes = format.bytes(padded) * panel;
-                to.cast::<u8>().write_bytes(0, bytes);
-                let panel_bytes = std::slice::from_raw_parts_mut(to.cast(), bytes);
-                packing.pack_panel(panel_bytes, index * panel..shape.outputs.min((index + 1) * panel), panel);
-            })
-        };
-        packed.map(Some)
-    }
-}
-
 impl<'a> Scales<'a> {
     /// Returns the nested scales, if they are nested.
     pub(super) fn nested(&self) -> Option<NestedScales<'a>> {
@@ -164,7 +128,7 @@ const MINIMUMS: ScaleNames = ScaleNames { numbers: "minimums", factors: "factors
 
 impl Codes<'_> {
     /// Checks the bits, the groups, the lengths of the slices and the codes.
-    fn check(&self, shape: WeightShape) -> Result<(), Error> {
+    pub(super) fn check(&self, shape: WeightShape) -> Result<(), Error> {
         let &Self { bits, codes, group, values, scales } = self;
         self.check_bits()?;
         if group == 0 || !shape.inputs.is_multiple_of(group) {

@@ -63,8 +63,8 @@ impl QuantizedWeight {
     /// Quantises a weight (out, in) in f32, bf16, f16 or f64. Numbers are rounded to the nearest that the format has.
     ///
     /// # Errors
-    /// For another shape or dtype, inputs that are not whole groups, other groups than those of
-    /// [`QuantizationFormat::Int4`], and numbers that are infinite or NaN in f32.
+    /// For another shape or dtype, inputs that are not whole groups, groups that
+    /// [`QuantizationFormat::Int4`] does not have, and numbers that are infinite or NaN in f32.
     pub fn quantize(weight: &Tensor, format: QuantizationFormat) -> Result<Self> {
         Expect::one(OP, "weight", weight).shape(&["out", "in"].map(Dim::Any))?.float("")?;
         let (outputs, inputs) = weight.dims2()?;

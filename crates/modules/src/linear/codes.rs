@@ -8,7 +8,7 @@ use super::{OP, PackedLinear, Weight};
 use crate::base::{CodeValues, Dim, Expect, Float8, GroupNumbers, QuantizationFormat, QuantizedWeight, check_memory};
 use candle_attention_kernels::linear::{Codes, NESTED_BLOCK, NestedScales, PackedWeight, Scales, Values, WeightShape};
 
-/// The whole number that stands for 0 in nested scales without minimums, as the kernels read them.
+/// The whole number that is read as 0 in nested scales without minimums, as the kernels read them.
 const NESTED_ZERO: i16 = 128;
 /// The largest whole number of nested scales with minimums, and the largest code with them.
 const LARGEST_NESTED_SCALE: u8 = 63;
@@ -17,7 +17,7 @@ const LARGEST_NESTED_CODE: u8 = 127;
 impl PackedLinear {
     /// Packs a quantised weight, with `bias` (out,) in f32, bf16 or f16, for inputs in f32, bf16 and f16.
     ///
-    /// Codes stay codes: of up to 4 bits they take 4, of 5 to 8 bits 8, with their scales beside them. Products are
+    /// Codes stay codes: of up to 4 bits they take 4, of 5 to 8 bits 8, next to their scales. Products are
     /// summed in f32 and rounded to the input's dtype once, with the bits of [`new`](Self::new) for the
     /// [dequantised](QuantizedWeight::dequantize) numbers in f32. Gradients of the input are products of the same kind.
     ///
@@ -62,6 +62,12 @@ impl PackedLinear {
 }
 
 impl PackedLinear {
+    /// Sets the dtype in which rows of a quantised weight, and weight and bias as a [`Linear`](candle_nn::Linear), are
+    /// returned. Products have the numbers in f32 all the same.
+    pub(super) fn with_dtype(self, dtype: DType) -> Self {
+        Self { dtype, linear_dtype: dtype, ..self }
+    }
+
     /// Quantises a weight (out, in) in a floating-point dtype on the CPU, and packs it, for inputs in f32, bf16 and
     /// f16: a smaller and for few rows faster layer, without another tool. Outputs have the bits of
     /// [`new`](Self::new) for the quantised numbers, which [`to_linear`](Self::to_linear) returns.
@@ -311,7 +317,10 @@ mod tests {
                 // The sum over inputs in half precision is in f32 too.
                 for dtype in [DType::BF16, DType::F16] {
                     let halves = xs.to_dtype(dtype)?;
-                    let found = packed.forward(&halves)?;
+                    let of_halves = packed.clone().with_dtype(dtype);
+                    let found = of_halves.forward(&halves)?;
+                    assert_eq!(bits_of(&packed.forward(&halves)?)?, bits_of(&found)?);
+                    assert_eq!(of_halves.weight_rows(&Tensor::new(&[0u32], &Device::Cpu)?)?.dtype(), dtype);
                     let expected = plain.forward(&halves.to_dtype(DType::F32)?)?.to_dtype(dtype)?;
                     assert_eq!(found.dtype(), dtype);
                     assert_eq!(bits_of(&found)?, bits_of(&expected)?, "{name}, {rows} rows in {dtype:?}");

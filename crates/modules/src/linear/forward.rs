@@ -38,11 +38,11 @@ impl PackedLinear {
         }
         let input = Expect::one(OP, "input", xs).shape(&[Dim::Any(".."), Dim::Is(self.in_dim())])?;
         match self.dtype() {
+            DType::F32 | DType::BF16 | DType::F16 if self.is_quantized => {
+                input.dtype_of(&[DType::F32, DType::BF16, DType::F16], " with a quantised weight")?;
+            }
             dtype @ (DType::BF16 | DType::F16) => {
                 input.dtype_of(&[dtype, DType::F32], format_args!(" with a weight in {dtype:?}"))?;
-            }
-            DType::F32 if self.is_quantized => {
-                input.dtype_of(&[DType::F32, DType::BF16, DType::F16], " with a quantised weight")?;
             }
             dtype => {
                 input.dtype(dtype, "the weight's")?;

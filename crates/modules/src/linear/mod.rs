@@ -266,7 +266,7 @@ impl PackedLinear {
     /// If the weight cannot be allocated.
     pub fn to_linear(&self) -> Result<Linear> {
         let weight = match &self.weight {
-            Weight::Packed(weight) => self.to_input_order(&unpack(weight, self.dtype, None)?)?,
+            Weight::Packed(weight) => self.unpacked(weight, None)?,
             Weight::Tracked { weight, .. } | Weight::Plain(weight) => weight.clone(),
             Weight::Quantized { weight, .. } => weight.dequantize(&self.device)?,
         };
@@ -310,7 +310,7 @@ impl PackedLinear {
         let rows = match &self.weight {
             Weight::Packed(weight) => {
                 let outputs: Vec<_> = flat.iter().map(|&id| id as usize).collect();
-                self.to_input_order(&unpack(weight, self.dtype, Some(&outputs))?)?
+                self.unpacked(weight, Some(&outputs))?
             }
             Weight::Tracked { weight, .. } | Weight::Plain(weight) => {
                 // Metal misreads a transposed weight.
@@ -321,9 +321,12 @@ impl PackedLinear {
         rows.reshape(shape)
     }
 
-    /// Returns rows (.., in) of the packed weight with each column at its input.
-    fn to_input_order(&self, rows: &Tensor) -> Result<Tensor> {
-        let Some(order) = &self.input_order else { return Ok(rows.clone()) };
+    /// Returns the rows of some outputs of the packed weight, or of all, with each column at its input.
+    fn unpacked(&self, weight: &PackedWeight, outputs: Option<&[usize]>) -> Result<Tensor> {
+        // The numbers of codes are in f32.
+        let stored = if self.is_quantized { DType::F32 } else { self.dtype };
+        let rows = unpack(weight, stored, outputs)?.to_dtype(self.dtype)?;
+        let Some(order) = &self.input_order else { return Ok(rows) };
         let mut column_of_input = vec![0u32; self.in_dim()];
         for (column, input) in to_vec::<u32>(order)?.into_iter().enumerate() {
             column_of_input[input as usize] = column as u32;
@@ -341,7 +344,7 @@ impl PackedLinear {
         self.shape.inputs
     }
 
-    /// Returns the weight's dtype; f32 for a quantised weight.
+    /// Returns the weight's dtype. For a quantised weight it is f32, or the dtype of the layer that it was read for.
     pub fn dtype(&self) -> DType {
         self.dtype
     }

@@ -24,10 +24,10 @@ impl TryFrom<WeightAndBias> for PackedLinear {
 
 /// Packs a quantised weight for inputs in a dtype. The bias is in the same dtype.
 fn of_codes(weight: &QuantizedWeight, bias: Option<&Tensor>, dtype: DType) -> Result<PackedLinear> {
-    if dtype != DType::F32 {
-        return PackedLinear::new(&weight.dequantize()?.to_dtype(dtype)?, bias);
+    match dtype {
+        DType::F32 | DType::BF16 | DType::F16 => Ok(PackedLinear::from_quantized(weight, bias)?.with_dtype(dtype)),
+        _ => PackedLinear::new(&weight.dequantize()?.to_dtype(dtype)?, bias),
     }
-    PackedLinear::from_quantized(weight, bias)
 }
 
 /// Packs the quantised weight of a builder with its bias; `None` where the builder has floats, and on a device whose

@@ -52,7 +52,7 @@ impl Vector for Neon {
             Self(vreinterpretq_f32_u32(vshlq_n_u32::<24>(vmovl_u16(vget_low_u16(vmovl_u8(bytes))))))
         }
         fn take_entries(self, table: *const f32) -> TakenBits<Self> {
-            // A look-up of bytes: those of an entry are four neighbours of the table's 64.
+            // A look-up of bytes. An entry is four neighbours of the table's 64 bytes.
             let words = vreinterpretq_u32_f32(self.0);
             let first = vshlq_n_u32::<2>(vshrq_n_u32::<28>(words));
             let bytes = vmlaq_n_u32(vdupq_n_u32(0x0302_0100), first, 0x0101_0101);

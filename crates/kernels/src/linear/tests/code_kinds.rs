@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use crate::cpu::tests::Sequence;
 use crate::linear::{Codes, NESTED_BLOCK, NestedScales, Scales, Values, WeightShape};
 
-/// What codes stand for.
+/// The numbers of codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ValueKind {
     Signed,
