@@ -1,6 +1,6 @@
 """Records the tokens of texts by llama.cpp, for each tokenizer of GGUF files.
 
-python crates/compare/conformance/gguf_tokenizers.py    writes tests/tokenizer/gguf.json
+python crates/compare/conformance/gguf_tokenizers.py    writes tests/tokenizer/gguf.json and seeds of fuzz/seeds/gguf
 
 A vocabulary is small: for byte-level BPE, bytes and the merges of whole texts, which join what a division keeps apart
 where it does not divide. llama.cpp (xllamacpp 2026.10.11549, with the declarations of llama-cpp-py-sync 0.11548) reads
@@ -11,6 +11,7 @@ each vocabulary from a file that the package gguf 0.19.0 writes, and tokenises t
 import io
 import json
 import os
+import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -89,8 +90,11 @@ class LlamaCpp:
         self.lib.llama_log_set(self.on_log, self.ffi.NULL)
         self.lib.llama_backend_init()
 
-    def tokens(self, keys, texts):
-        """Returns the tokens of texts, with special tokens, by a vocabulary with these keys of `tokenizer.ggml`."""
+    def tokens(self, keys, texts, seed=None):
+        """Returns the tokens of texts, with special tokens, by a vocabulary with these keys of `tokenizer.ggml`.
+
+        The vocabulary's file becomes a seed for fuzzing, if there is a name for it.
+        """
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "vocabulary.gguf")
             writer = gguf.GGUFWriter(path, "llama")
@@ -112,6 +116,8 @@ class LlamaCpp:
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
             writer.close()
+            if seed:
+                shutil.copy(path, ROOT / "fuzz/seeds/gguf" / f"{seed}.gguf")
             options = self.lib.llama_model_default_params()
             options.vocab_only = True
             self.log.clear()
@@ -221,7 +227,8 @@ def main():
             found[CASES] = by_case[CASES]
         ids.setdefault(json.dumps(found), []).append(pre)
     divisions = [{"pre": names, "ids": json.loads(found)} for found, names in ids.items()]
-    others = [{"keys": keys, "ids": llama_cpp.tokens(keys, TEXTS)} for keys in (raw(), unigram(), word_piece())]
+    vocabularies = {"characters": raw(), "unigram": unigram(), "word_piece": word_piece()}
+    others = [{"keys": own, "ids": llama_cpp.tokens(own, TEXTS, seed)} for seed, own in vocabularies.items()]
     lines = [
         '{"llama.cpp": "xllamacpp 2026.10.11549",',
         f'"texts": {json.dumps(TEXTS, ensure_ascii=False)},',
