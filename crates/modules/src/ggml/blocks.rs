@@ -37,17 +37,19 @@ pub(super) fn nibble(bytes: &[u8], index: usize) -> u8 {
     bytes[index / 2] >> (index % 2 * 4) & 0xf
 }
 
-/// Appends the lower halves of bytes, and then their upper halves.
-fn append_halves(bytes: &[u8], codes: &mut Vec<u8>) {
-    codes.extend(bytes.iter().map(|byte| byte & 0xf));
-    codes.extend(bytes.iter().map(|byte| byte >> 4));
+/// Appends the lower halves of N bytes, and then their upper halves. The compiler vectorises loops of a fixed length.
+pub(super) fn append_halves<const N: usize>(bytes: &[u8], codes: &mut Vec<u8>) {
+    for part in bytes.as_chunks::<N>().0 {
+        codes.extend_from_slice(&part.map(|byte| byte & 0xf));
+        codes.extend_from_slice(&part.map(|byte| byte >> 4));
+    }
 }
 
 /// Appends codes of 5 bits: 4 bytes of fifth bits, and 16 bytes of lower bits.
 fn append_five_bits(bytes: &[u8], codes: &mut Vec<u8>) {
     let (fifth_bits, lower_bits) = bytes.split_at(4);
     let first = codes.len();
-    append_halves(lower_bits, codes);
+    append_halves::<16>(lower_bits, codes);
     for (at, code) in codes[first..].iter_mut().enumerate() {
         *code |= (fifth_bits[at / 8] >> (at % 8) & 1) << 4;
     }
@@ -56,14 +58,14 @@ fn append_five_bits(bytes: &[u8], codes: &mut Vec<u8>) {
 /// Appends a block of the scale and codes of 4 bits.
 pub(super) fn q4_0(block: &[u8], to: &mut Unpacked) {
     to.halves.push(half(block, 0));
-    append_halves(&block[2..], &mut to.codes);
+    append_halves::<16>(&block[2..], &mut to.codes);
 }
 
 /// Appends a block of the scale, the minimum and codes of 4 bits.
 pub(super) fn q4_1(block: &[u8], to: &mut Unpacked) {
     to.halves.push(half(block, 0));
     to.minimum_halves.push(half(block, 2));
-    append_halves(&block[4..], &mut to.codes);
+    append_halves::<16>(&block[4..], &mut to.codes);
 }
 
 /// Appends a block of the scale and codes of 5 bits.
@@ -103,16 +105,14 @@ pub(super) fn q1_0(block: &[u8], to: &mut Unpacked) {
 /// Appends a block of the scale's exponent and codes of 4 bits.
 pub(super) fn mxfp4(block: &[u8], to: &mut Unpacked) {
     to.bytes.push(block[0]);
-    append_halves(&block[1..], &mut to.codes);
+    append_halves::<16>(&block[1..], &mut to.codes);
 }
 
 /// Appends a block of four scales, and of the codes of four groups of 16.
 pub(super) fn nvfp4(block: &[u8], to: &mut Unpacked) {
     let (scales, codes) = block.split_at(4);
     to.bytes.extend_from_slice(scales);
-    for group in codes.chunks_exact(8) {
-        append_halves(group, &mut to.codes);
-    }
+    append_halves::<8>(codes, &mut to.codes);
 }
 
 /// Appends a block of the factor, eight scales of 6 bits (their upper bits, then their lower bits), and codes of 4 bits
@@ -125,9 +125,7 @@ pub(super) fn iq4_xs(block: &[u8], to: &mut Unpacked) {
         let upper = (upper_bits >> (2 * group) & 3) as u8;
         to.bytes.push(WHOLE_ZERO - 32 + (upper << 4 | nibble(lower_bits, group)));
     }
-    for group in codes.chunks_exact(16) {
-        append_halves(group, &mut to.codes);
-    }
+    append_halves::<16>(codes, &mut to.codes);
 }
 
 /// The values of codes of 4 bits in IQ4_NL and IQ4_XS.

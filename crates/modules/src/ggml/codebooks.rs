@@ -6,32 +6,39 @@
 use super::blocks::{Unpacked, WHOLE_ZERO, half, nibble, word};
 use half::f16;
 
-/// A codebook: 2 or 4 bits for each number.
-struct Codebook {
-    bytes: &'static [u8],
-    bits: usize,
-    /// The numbers of a row.
-    width: usize,
+/// A codebook: the sizes of the numbers of each row.
+struct Codebook<const ROWS: usize, const WIDTH: usize> {
+    rows: [[u8; WIDTH]; ROWS],
 }
 
-const IQ1: Codebook = Codebook { bytes: include_bytes!("grids/iq1_s.bin"), bits: 2, width: 8 };
-const IQ2_XXS: Codebook = Codebook { bytes: include_bytes!("grids/iq2_xxs.bin"), bits: 2, width: 8 };
-const IQ2_XS: Codebook = Codebook { bytes: include_bytes!("grids/iq2_xs.bin"), bits: 2, width: 8 };
-const IQ2_S: Codebook = Codebook { bytes: include_bytes!("grids/iq2_s.bin"), bits: 2, width: 8 };
-const IQ3_XXS: Codebook = Codebook { bytes: include_bytes!("grids/iq3_xxs.bin"), bits: 4, width: 4 };
-const IQ3_S: Codebook = Codebook { bytes: include_bytes!("grids/iq3_s.bin"), bits: 4, width: 4 };
+static IQ1: Codebook<2048, 8> = Codebook::new(include_bytes!("grids/iq1_s.bin"), 2);
+static IQ2_XXS: Codebook<256, 8> = Codebook::new(include_bytes!("grids/iq2_xxs.bin"), 2);
+static IQ2_XS: Codebook<512, 8> = Codebook::new(include_bytes!("grids/iq2_xs.bin"), 2);
+static IQ2_S: Codebook<1024, 8> = Codebook::new(include_bytes!("grids/iq2_s.bin"), 2);
+static IQ3_XXS: Codebook<256, 4> = Codebook::new(include_bytes!("grids/iq3_xxs.bin"), 4);
+static IQ3_S: Codebook<512, 4> = Codebook::new(include_bytes!("grids/iq3_s.bin"), 4);
 
-impl Codebook {
+impl<const ROWS: usize, const WIDTH: usize> Codebook<ROWS, WIDTH> {
+    /// Returns the codebook of a file, which has 2 or 4 bits for each number.
+    const fn new(bytes: &[u8], bits: usize) -> Self {
+        let per_byte = 8 / bits;
+        let mut rows = [[0; WIDTH]; ROWS];
+        let mut at = 0;
+        while at < ROWS * WIDTH {
+            let size = bytes[at / per_byte] >> (at % per_byte * bits);
+            rows[at / WIDTH][at % WIDTH] = size & ((1u16 << bits) - 1) as u8;
+            at += 1;
+        }
+        Self { rows }
+    }
+
     /// Appends the codes of a row. Their fourth bits are `signs`.
     fn append(&self, row: usize, signs: u8, codes: &mut Vec<u8>) {
-        let per_byte = 8 / self.bits;
-        let mask = ((1u16 << self.bits) - 1) as u8;
-        let first = row * self.width;
-        codes.extend((0..self.width).map(|at| {
-            let number = first + at;
-            let size = self.bytes[number / per_byte] >> (number % per_byte * self.bits) & mask;
-            size | (signs >> at & 1) << 3
-        }));
+        let mut own = self.rows[row];
+        for (at, code) in own.iter_mut().enumerate() {
+            *code |= (signs >> at & 1) << 3;
+        }
+        codes.extend_from_slice(&own);
     }
 }
 

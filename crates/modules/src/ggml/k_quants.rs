@@ -1,20 +1,28 @@
 //! K-quants: blocks of 256 numbers with a scale of 16 bits and perhaps a minimum of 16 bits. Each 16 or 32 of the
 //! numbers have a whole number of 4 to 8 bits by which the scale is multiplied, and another one for the minimum.
 
-use super::blocks::{Unpacked, WHOLE_ZERO, half};
+use super::blocks::{Unpacked, WHOLE_ZERO, append_halves, half};
 use half::f16;
 
-/// The numbers of a block.
-const BLOCK: usize = 256;
+/// The bytes whose numbers of 2 or 4 bits follow each other.
+const RUN: usize = 32;
 
-/// Returns a number of a block of 2-bit numbers: each 32 bytes have 128 of them, the first 32 in the lowest bits.
-pub(super) fn two_bits(bytes: &[u8], at: usize) -> u8 {
-    bytes[at / 128 * 32 + at % 32] >> (at % 128 / 32 * 2) & 3
+/// Appends numbers of 2 bits: each 32 bytes have 128 of them, the first 32 in the lowest bits.
+pub(super) fn append_two_bits(bytes: &[u8], codes: &mut Vec<u8>) {
+    for run in bytes.as_chunks::<RUN>().0 {
+        for shift in [0, 2, 4, 6] {
+            codes.extend_from_slice(&run.map(|byte| byte >> shift & 3));
+        }
+    }
 }
 
-/// Returns a number of a block of 4-bit numbers: each 32 bytes have 64 of them, the first 32 in the lower halves.
-fn four_bits(bytes: &[u8], at: usize) -> u8 {
-    bytes[at / 64 * 32 + at % 32] >> (at % 64 / 32 * 4) & 0xf
+/// Sets a bit of the codes of a block: bit n of byte i is that of number 32 n + i.
+fn set_upper_bits(bits: &[u8], place: u32, codes: &mut [u8]) {
+    for (n, run) in codes.chunks_exact_mut(RUN).enumerate() {
+        for (code, bit) in run.iter_mut().zip(bits) {
+            *code |= (bit >> n & 1) << place;
+        }
+    }
 }
 
 /// Appends the factors of a block with minimums. A minimum is subtracted in the file, and added in a weight.
@@ -30,7 +38,7 @@ pub(super) fn q2_k(block: &[u8], to: &mut Unpacked) {
     append_factors(half(factors, 0), half(factors, 2), to);
     to.bytes.extend(scales.iter().map(|number| number & 0xf));
     to.minimum_bytes.extend(scales.iter().map(|number| number >> 4));
-    to.codes.extend((0..BLOCK).map(|at| two_bits(codes, at)));
+    append_two_bits(codes, &mut to.codes);
 }
 
 /// Appends a block of 32 bytes of third bits, 64 bytes of lower bits, 12 bytes of scales of 6 bits, and the scale.
@@ -44,10 +52,9 @@ pub(super) fn q3_k(block: &[u8], to: &mut Unpacked) {
         let upper = scales[8 + group % 4] >> (group / 4 * 2) & 3;
         to.bytes.push(WHOLE_ZERO - 32 + (upper << 4 | lower));
     }
-    to.codes.extend((0..BLOCK).map(|at| {
-        let third_bit = third_bits[at % 32] >> (at / 32) & 1;
-        third_bit << 2 | two_bits(lower_bits, at)
-    }));
+    let first = to.codes.len();
+    append_two_bits(lower_bits, &mut to.codes);
+    set_upper_bits(third_bits, 2, &mut to.codes[first..]);
 }
 
 /// Appends a block of the scale, the minimum, 12 bytes of scales and minimums of 6 bits, and 128 bytes of codes.
@@ -56,7 +63,7 @@ pub(super) fn q4_k(block: &[u8], to: &mut Unpacked) {
     let (scales, codes) = rest.split_at(12);
     append_factors(half(factors, 0), half(factors, 2), to);
     append_scales_of_6_bits(scales, to);
-    to.codes.extend((0..BLOCK).map(|at| four_bits(codes, at)));
+    append_halves::<RUN>(codes, &mut to.codes);
 }
 
 /// Appends a block of the scale, the minimum, 12 bytes of scales and minimums of 6 bits, 32 bytes of fifth bits, and
@@ -67,10 +74,9 @@ pub(super) fn q5_k(block: &[u8], to: &mut Unpacked) {
     let (fifth_bits, lower_bits) = rest.split_at(32);
     append_factors(half(factors, 0), half(factors, 2), to);
     append_scales_of_6_bits(scales, to);
-    to.codes.extend((0..BLOCK).map(|at| {
-        let fifth_bit = fifth_bits[at % 32] >> (at / 32) & 1;
-        fifth_bit << 4 | four_bits(lower_bits, at)
-    }));
+    let first = to.codes.len();
+    append_halves::<RUN>(lower_bits, &mut to.codes);
+    set_upper_bits(fifth_bits, 4, &mut to.codes[first..]);
 }
 
 /// Appends a block of 128 bytes of lower bits, 64 bytes of upper bits, 16 signed scales, and the scale.
@@ -80,10 +86,14 @@ pub(super) fn q6_k(block: &[u8], to: &mut Unpacked) {
     let (scales, factor) = rest.split_at(16);
     to.halves.push(half(factor, 0));
     to.bytes.extend(scales.iter().map(|number| number ^ WHOLE_ZERO));
-    to.codes.extend((0..BLOCK).map(|at| {
-        let lower = lower_bits[at / 128 * 64 + at % 64] >> (at % 128 / 64 * 4) & 0xf;
-        two_bits(upper_bits, at) << 4 | lower
-    }));
+    let first = to.codes.len();
+    append_halves::<64>(lower_bits, &mut to.codes);
+    for (n, run) in to.codes[first..].chunks_exact_mut(RUN).enumerate() {
+        let upper = &upper_bits[n / 4 * RUN..][..RUN];
+        for (code, bits) in run.iter_mut().zip(upper) {
+            *code |= (bits >> (n % 4 * 2) & 3) << 4;
+        }
+    }
 }
 
 /// Appends eight scales and eight minimums of 6 bits. The first four of each are the lower bits of a byte. The others

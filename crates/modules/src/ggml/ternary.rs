@@ -1,7 +1,7 @@
 //! Types whose numbers are -1, 0 or 1 times the scale of a block of 256.
 
 use super::blocks::{Unpacked, half};
-use super::k_quants::two_bits;
+use super::k_quants::append_two_bits;
 
 /// The code of -1 in 4 bits: codes are on both sides of 8.
 const MINUS_ONE: u8 = 7;
@@ -9,7 +9,9 @@ const MINUS_ONE: u8 = 7;
 /// Appends a block of codes of 2 bits, 0 to 3 for -1 to 2, and the scale.
 pub(super) fn tq2_0(block: &[u8], to: &mut Unpacked) {
     let (codes, scale) = block.split_at(64);
-    to.codes.extend((0..256).map(|at| MINUS_ONE + two_bits(codes, at)));
+    let first = to.codes.len();
+    append_two_bits(codes, &mut to.codes);
+    to.codes[first..].iter_mut().for_each(|code| *code += MINUS_ONE);
     to.halves.push(half(scale, 0));
 }
 
