@@ -1,4 +1,4 @@
-//! The experts of GGUF files: a tensor (experts, out, in) for each projection, from which experts are loaded one by one.
+//! The experts of GGUF files: a tensor (experts, out, in) for each projection, of which experts are loaded one by one.
 
 use candle_attention::PackedLinear;
 use candle_core::{DType, Result};
