@@ -9,6 +9,7 @@ mod grid;
 mod image_models;
 mod norm_names;
 mod one_weight;
+mod packed_faults;
 mod pth;
 mod quantized;
 mod quantized_faults;

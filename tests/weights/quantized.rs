@@ -59,7 +59,7 @@ const METHODS: &[Method] = &[
         by_names: "GPTQ",
         config: r#"{"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}"#,
         by_config: "GPTQ, 4 bits",
-        loads: Loads::Never,
+        loads: Loads::WithConfig,
     },
     Method {
         name: "AWQ",
@@ -71,7 +71,7 @@ const METHODS: &[Method] = &[
         by_names: "AWQ",
         config: r#"{"text_config": {"quantization_config": {"quant_method": "awq", "w_bit": 4}}}"#,
         by_config: "AWQ, 4 bits",
-        loads: Loads::Never,
+        loads: Loads::WithConfig,
     },
     Method {
         name: "MLX",
@@ -137,15 +137,16 @@ const METHODS: &[Method] = &[
         config: r#"{"quantization_config": {"quant_method": "compressed-tensors",
             "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}}"#,
         by_config: "compressed-tensors, 4 bits",
-        loads: Loads::Never,
+        loads: Loads::WithConfig,
     },
     Method {
         name: "compressed-tensors, 8 bits",
         parts: &[part("weight", Dtype::I8, &[64, 64]), part("weight_scale", Dtype::BF16, &[64, 1])],
         by_names: "dtype I8",
-        config: r#"{"compression_config": {"quant_method": "compressed-tensors"}}"#,
+        config: r#"{"compression_config": {"quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}}"#,
         by_config: "compressed-tensors",
-        loads: Loads::Never,
+        loads: Loads::WithConfig,
     },
     Method {
         name: "HQQ",
@@ -214,11 +215,18 @@ impl Method {
             std::fs::write(folder.join("config.json"), config.to_string())?;
         }
         let bytes = vec![1u8; 4 * E * E];
+        let group_of_inputs = vec![0u8; 4 * E];
+        let shape_of_weight = [E as u64; 2].map(u64::to_le_bytes).concat();
         let mut tensors = HashMap::new();
         for projection in ["q_proj", "k_proj", "v_proj", "o_proj"] {
             for Part { name, dtype, shape } in self.parts {
                 let size = shape.iter().product::<usize>() * dtype.bitsize() / 8;
-                let view = TensorView::new(*dtype, shape.to_vec(), &bytes[..size])?;
+                let content = match *name {
+                    "g_idx" => &group_of_inputs,
+                    "weight_shape" => &shape_of_weight,
+                    _ => &bytes,
+                };
+                let view = TensorView::new(*dtype, shape.to_vec(), &content[..size])?;
                 tensors.insert(format!("model.layers.0.self_attn.{projection}.{name}"), view);
             }
         }

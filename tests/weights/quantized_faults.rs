@@ -12,15 +12,15 @@ use crate::common::error_text;
 
 /// A tensor of the layer `q_proj`.
 #[derive(Clone)]
-struct Part {
-    name: &'static str,
-    dtype: Dtype,
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
+pub(crate) struct Part {
+    pub name: &'static str,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    pub bytes: Vec<u8>,
 }
 
 /// Returns a tensor whose bytes are all 1, if there are no others.
-fn part(name: &'static str, dtype: Dtype, shape: &[usize]) -> Part {
+pub(crate) fn part(name: &'static str, dtype: Dtype, shape: &[usize]) -> Part {
     let len = shape.iter().product::<usize>() * dtype.bitsize() / 8;
     Part { name, dtype, shape: shape.to_vec(), bytes: vec![1; len] }
 }
@@ -30,16 +30,16 @@ fn bytes(name: &'static str, text: &str) -> Part {
 }
 
 /// A layer (2, 64) of a format, which is read if nothing is changed.
-struct Layer {
-    config: &'static str,
-    parts: Vec<Part>,
+pub(crate) struct Layer {
+    pub config: &'static str,
+    pub parts: Vec<Part>,
     /// The text in the header of the file for the weight.
-    metadata: Option<&'static str>,
+    pub metadata: Option<&'static str>,
 }
 
 impl Layer {
     /// Reads the weight after a part was replaced by another of its name, or added.
-    fn read_with(&self, changed: &Part) -> Result<()> {
+    pub fn read_with(&self, changed: &Part) -> Result<()> {
         let mut parts = self.parts.clone();
         parts.retain(|part| part.name != changed.name);
         parts.push(changed.clone());
@@ -47,13 +47,13 @@ impl Layer {
     }
 
     /// Reads the weight without a part.
-    fn read_without(&self, name: &str) -> Result<()> {
+    pub fn read_without(&self, name: &str) -> Result<()> {
         let mut parts = self.parts.clone();
         parts.retain(|part| part.name != name);
         self.read(&parts)
     }
 
-    fn read(&self, parts: &[Part]) -> Result<()> {
+    pub fn read(&self, parts: &[Part]) -> Result<()> {
         let folder = tempfile::tempdir()?;
         std::fs::write(folder.path().join("config.json"), self.config)?;
         let mut tensors = HashMap::new();
@@ -68,7 +68,7 @@ impl Layer {
 }
 
 #[track_caller]
-fn assert_fault(result: Result<()>, expected: &str) {
+pub(crate) fn assert_fault(result: Result<()>, expected: &str) {
     let text = error_text(result);
     assert!(text.contains("q_proj.weight") && text.contains(expected), "expected {expected}: {text}");
 }

@@ -87,7 +87,7 @@ impl Checkpoint {
         };
         let signs = signs.with_config(&self.config);
         match self.entry(name) {
-            Some(Entry::Unreadable { dtype: None, problem, .. }) => Some(signs.with_problem(problem.clone())),
+            Some(Entry::Unreadable { raw: None, problem, .. }) => Some(signs.with_problem(problem.clone())),
             _ => Some(signs),
         }
     }

@@ -267,7 +267,8 @@ fn join_quantized(entries: &mut BTreeMap<String, Entry>, config: &Value, metadat
             }
             Err(error) => {
                 let problem = root(&error).to_string();
-                Entry::Unreadable { dtype: None, shape: None, problem, raw: None }
+                let dtype = entries.get(&layer.weight).and_then(Entry::packed_dtype);
+                Entry::Unreadable { dtype, shape: None, problem, raw: None }
             }
         };
         entries.insert(layer.weight, entry);

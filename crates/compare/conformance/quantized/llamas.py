@@ -4,8 +4,10 @@ import contextlib
 import copy
 import tempfile
 
+import numpy
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import common
 
@@ -17,12 +19,26 @@ def saved(seed, dtype=torch.bfloat16, **own):
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(config).to(dtype)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 or name.endswith("bias"):
                 parameter.normal_(std=0.2)
     with tempfile.TemporaryDirectory() as path:
         model.save_pretrained(path)
         yield path
+
+
+def save_tokenizer(path):
+    """Saves a tokenizer of a few words next to a model, for libraries that open one."""
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(common.VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2", "pad_token": "w3"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(path)
+
+
+def texts(seed, count=16, length=48):
+    """Returns random texts as lists of tokens."""
+    random = numpy.random.default_rng(seed)
+    return [random.integers(0, common.VOCABULARY, length).tolist() for _ in range(count)]
 
 
 def save(name, model):

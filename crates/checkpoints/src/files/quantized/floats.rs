@@ -37,6 +37,11 @@ pub(super) fn e4m3_times(scale: f32) -> Vec<f32> {
     (0..=u8::MAX).map(|byte| Float8::E4M3.number(byte) * scale).collect()
 }
 
+/// Returns the numbers of scales in E4M3, each divided by the scale of their tensor.
+pub(super) fn e4m3_over(scale: f32) -> Vec<f32> {
+    (0..=u8::MAX).map(|byte| Float8::E4M3.number(byte) / scale).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,14 +4,20 @@
 //! Each method is a file here: a function that finds the method in the tensors below a module, and a [`Format`] that
 //! reads them.
 
+mod awq;
 mod bits;
 mod bitsandbytes;
+mod compressed;
 pub(super) mod float8;
 pub(super) mod floats;
+mod gptq;
+mod groups;
 mod hqq;
 mod mlx;
 mod nvfp4;
+mod packed_words;
 mod quanto;
+mod scales;
 mod settings;
 mod tensors;
 mod torchao;
@@ -34,8 +40,18 @@ use tensors::Tensors;
 type Finder = fn(&Module) -> Result<Option<Found>>;
 
 /// The methods, in the order in which they are looked for: if one has the tensors of another and more, it comes first.
-const FINDERS: [Finder; 7] =
-    [bitsandbytes::find, hqq::find, torchao::find, quanto::find, mlx::find, nvfp4::find, float8::find];
+const FINDERS: [Finder; 10] = [
+    bitsandbytes::find,
+    hqq::find,
+    torchao::find,
+    quanto::find,
+    awq::find,
+    gptq::find,
+    compressed::find,
+    mlx::find,
+    nvfp4::find,
+    float8::find,
+];
 
 /// A method of quantisation with the settings of one layer.
 trait Format: fmt::Debug + Send + Sync {
@@ -157,8 +173,15 @@ fn layer(module: &Module, full_name: impl Fn(&str) -> String) -> Option<Quantize
 }
 
 /// The names of scales of activations, which a layer that computes in floats has no use for.
-const SCALES_OF_ACTIVATIONS: [&str; 6] =
-    ["input_scale", "activation_scale", "scale_input", "output_scale", "input_scale_ub", "input_zero_point"];
+const SCALES_OF_ACTIVATIONS: [&str; 7] = [
+    "input_scale",
+    "input_global_scale",
+    "activation_scale",
+    "scale_input",
+    "output_scale",
+    "input_scale_ub",
+    "input_zero_point",
+];
 
 /// Returns the scales of activations that a quantised layer has, which are passed over.
 fn passed_over(module: &Module) -> Vec<&'static str> {

@@ -70,6 +70,28 @@ impl Tensors {
         Ok(self.find(name)?.dtype)
     }
 
+    /// Returns the names, dtypes and shapes, for errors.
+    pub(super) fn described(&self) -> String {
+        let all = self.0.iter().map(|(name, tensor)| format!("`{name}` {:?} {:?}", tensor.dtype, tensor.shape));
+        all.collect::<Vec<_>>().join(", ")
+    }
+
+    /// Reads a list of whole numbers.
+    pub(super) fn whole(&self, name: &str) -> Result<Vec<i64>> {
+        let tensor = self.find(name)?;
+        let bytes = tensor.read()?;
+        Ok(match tensor.dtype {
+            Dtype::I32 => {
+                bytes.chunks_exact(4).map(|own| i32::from_le_bytes([own[0], own[1], own[2], own[3]]).into()).collect()
+            }
+            Dtype::I64 => bytes
+                .chunks_exact(8)
+                .map(|own| i64::from_le_bytes([own[0], own[1], own[2], own[3], own[4], own[5], own[6], own[7]]))
+                .collect(),
+            other => bail!("{name} has dtype {other:?}, expected I32 or I64"),
+        })
+    }
+
     /// Reads the bytes of a tensor.
     pub(super) fn bytes(&self, name: &str) -> Result<Vec<u8>> {
         self.find(name)?.read()
