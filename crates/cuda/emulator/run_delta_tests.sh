@@ -5,13 +5,16 @@ set -euo pipefail
 cd "$(dirname "$0")"
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
-cargo run --quiet -p candle-attention-cuda --example specializations -- headers "$build/headers"
+specializations() { cargo run --quiet -p candle-attention-cuda --example specializations -- "$@"; }
+specializations headers "$build/headers"
 failed=0
 # test <source> <flags>
 test() {
-    local source=$1
+    local source=$1 macros
     shift
-    "${CXX:-c++}" -std=c++20 -O1 -w -DEMULATOR -I. -I../kernels -I"$build/headers" "$@" "$source" -o "$build/test"
+    macros="$*"
+    [ "$source" != delta_tests.cpp ] || macros=$(specializations options <<<"$macros")
+    "${CXX:-c++}" -std=c++20 -O1 -w -DEMULATOR -I. -I../kernels -I"$build/headers" $macros "$source" -o "$build/test"
     echo "$source $*"
     "$build/test" || failed=1
 }

@@ -3,9 +3,8 @@
 // forward:   delta_prepare, delta_scan, delta_step with only_recurrent_heads; or delta_step alone for few tokens
 // backward:  the forward kernels with chunk_states and errors and without output, then delta_prepare_backward,
 //            delta_scan_backward, delta_gradients and delta_step_backward
-#ifndef HAS_BACKWARD // 0 leaves the kernels of the backward pass out
-#define HAS_BACKWARD 1
-#endif
+//
+// With HAS_BACKWARD 0, the kernels of the backward pass are left out.
 
 #include "delta_prepare.cuh"
 #include "delta_scan.cuh"

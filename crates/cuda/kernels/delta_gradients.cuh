@@ -18,25 +18,10 @@
 
 #include "delta_row_gradients.cuh"
 
-// A warp has 16 columns of keys.
-#define GRADIENT_WARPS (KEY_COLUMNS / 16 > 4 ? KEY_COLUMNS / 16 : 4)
-#define GRADIENT_PITCH (KEY_PITCH > VALUE_PITCH ? KEY_PITCH : VALUE_PITCH)
-
-#define GRADIENT_QUERIES 0
-#define GRADIENT_KEYS (CHUNK * KEY_PITCH)
-#define GRADIENT_FACTORS (2 * CHUNK * KEY_PITCH)
-#define GRADIENT_OUTPUTS (3 * CHUNK * KEY_PITCH)
-#define GRADIENT_UPDATES (GRADIENT_OUTPUTS + CHUNK * GRADIENT_PITCH)
-#define GRADIENT_MINUS_Y (GRADIENT_OUTPUTS + 2 * CHUNK * GRADIENT_PITCH)
 // The gradients of reading queries, of reading keys and of writing keys, in the place of the rows of D_v.
 #define GRADIENT_OF_QUERIES GRADIENT_OUTPUTS
 #define GRADIENT_OF_KEYS GRADIENT_UPDATES
 #define GRADIENT_OF_WRITING GRADIENT_MINUS_Y
-#define GRADIENT_OF_KEY_PRODUCTS (GRADIENT_OUTPUTS + 3 * CHUNK * GRADIENT_PITCH)
-#define GRADIENT_OF_QUERY_PRODUCTS (GRADIENT_OF_KEY_PRODUCTS + CHUNK * CHUNK_PITCH)
-#define GRADIENT_ENDS (GRADIENT_OF_QUERY_PRODUCTS + CHUNK * CHUNK_PITCH)
-#define GRADIENT_BETAS (GRADIENT_ENDS + KEY_COLUMNS * 4)
-#define GRADIENT_SHARED (GRADIENT_BETAS + CHUNK_NUMBERS)
 
 // Reads the gradients of outputs, U and -Y, and writes the gradients of values and betas.
 DEVICE void read_value_rows(const DeltaArguments& arguments, const DeltaTokens& tokens, i64 chunk_and_head) {

@@ -5,17 +5,6 @@
 
 #include "delta_rows.cuh"
 
-#define PREPARE_WARPS 8
-#define PREPARE_QUERIES 0
-#define PREPARE_KEYS (CHUNK * KEY_PITCH)
-#define PREPARE_FACTORS (2 * CHUNK * KEY_PITCH)
-#define PREPARE_WRITING (3 * CHUNK * KEY_PITCH)
-#define PREPARE_KEY_PRODUCTS (4 * CHUNK * KEY_PITCH)
-#define PREPARE_QUERY_PRODUCTS (PREPARE_KEY_PRODUCTS + CHUNK * CHUNK_PITCH)
-#define PREPARE_INVERSE (PREPARE_QUERY_PRODUCTS + CHUNK * CHUNK_PITCH)
-#define PREPARE_BETAS (PREPARE_INVERSE + CHUNK * CHUNK_PITCH)
-#define PREPARE_SHARED (PREPARE_BETAS + CHUNK_NUMBERS)
-
 // Computes key_products below the diagonal and query_products up to the diagonal, and the writing rows: a warp takes
 // the key of a token along the tokens after it.
 DEVICE void multiply_rows(int warp, int lane) {

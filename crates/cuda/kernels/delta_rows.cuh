@@ -63,8 +63,6 @@ struct ChunkRows {
     u32 row_factors;  // two numbers for each token
 };
 
-#define CHUNK_NUMBERS (CHUNK * 12)  // bytes of betas and row factors
-
 // Reads the rows of a chunk. The caller passes a barrier before it reads them.
 template <int WARPS> DEVICE void read_chunk_rows(const DeltaArguments& arguments, const DeltaTokens& tokens,
                                                  const ChunkRows& rows) {

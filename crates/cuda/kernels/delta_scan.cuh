@@ -3,26 +3,11 @@
 // The columns of a state are independent of each other. A warp has 16 of them, as the rows of the transposed state in
 // its sums, for all chunks one after the other. The warps of a block share the matrices of a chunk.
 //
-// Grid: (ceil(VALUE_COLUMNS / 16 / SCAN_WARPS), H, N). Threads: SCAN_WARPS * 32. Shared memory: SCAN_SHARED bytes.
+// Grid: (ceil(VALUE_COLUMNS / 16 / SCAN_WARPS), H, N). Threads: SCAN_WARPS * 32. Shared memory: SCAN_SHARED bytes,
+// SCAN_STAGE for each of SCAN_STAGES chunks: 1, or 2 to copy the matrices of one while another is in use.
 #pragma once
 
 #include "delta_rows.cuh"
-
-#ifndef SCAN_WARPS
-#define SCAN_WARPS 2
-#endif
-#ifndef SCAN_STAGES // chunks whose matrices are in shared memory: 1, or 2 to copy one while another is in use
-#define SCAN_STAGES 1
-#endif
-
-#define SCAN_READING 0
-#define SCAN_QUERIES (CHUNK * KEY_PITCH)
-#define SCAN_WRITING (2 * CHUNK * KEY_PITCH)
-#define SCAN_MIXING (3 * CHUNK * KEY_PITCH)
-#define SCAN_LOCAL (SCAN_MIXING + CHUNK * CHUNK_PITCH)
-#define SCAN_KEPT (SCAN_LOCAL + CHUNK * CHUNK_PITCH)
-#define SCAN_STAGE (SCAN_KEPT + KEY_COLUMNS * 4)
-#define SCAN_SHARED (SCAN_STAGES * SCAN_STAGE)
 
 // The transposed state of 16 columns: sums of 16 rows and KEY_COLUMNS columns.
 struct StateRows {

@@ -8,18 +8,7 @@
 
 #include "delta_rows.cuh"
 
-#define STEP_WARPS 8
 #define STEP_ROWS ((KEY_WIDTH + STEP_WARPS - 1) / STEP_WARPS)
-// Rows of STEP_WARPS tokens, which the warps read side by side.
-#define STEP_QUERIES 0
-#define STEP_KEYS (STEP_WARPS * KEY_COLUMNS * 4)
-#define STEP_FACTORS (2 * STEP_WARPS * KEY_COLUMNS * 4)
-#define STEP_VALUES (3 * STEP_WARPS * KEY_COLUMNS * 4)
-#define STEP_BETAS (STEP_VALUES + STEP_WARPS * 32 * 4)
-#define STEP_PRODUCTS (STEP_BETAS + STEP_WARPS * 4)
-// Sums of each warp over its rows, for keys and for queries, of two tokens by turns.
-#define STEP_SUMS (STEP_PRODUCTS + STEP_WARPS * 4)
-#define STEP_SHARED (STEP_SUMS + 2 * 2 * STEP_WARPS * 32 * 4)
 
 // Reads the row of a token, and 32 of its values, by one warp.
 DEVICE void read_step(const DeltaArguments& arguments, const DeltaTokens& tokens, int i, int warp, int lane,

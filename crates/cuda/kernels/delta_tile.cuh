@@ -1,6 +1,9 @@
 // The sizes of a specialisation of the gated delta rule, the sequences of a call, and the matrices of a chunk.
 //
-// KEY_WIDTH and VALUE_WIDTH are D_k and D_v. CHUNK is the number of tokens of a chunk, 16 or 32.
+// KEY_WIDTH and VALUE_WIDTH are D_k and D_v. CHUNK is the number of tokens of a chunk, 16 or 32. The Rust side defines
+// them and what follows from them: KEY_COLUMNS and VALUE_COLUMNS, which are rounded up to whole fragments, the bytes
+// KEY_PITCH, VALUE_PITCH and CHUNK_PITCH from row to row in shared memory, and the places of all parts of shared memory
+// and of tiles (`DeltaSpecialization`).
 //
 // With the state S before a chunk, `decayed(i, j)` the product of the factors of the tokens after j up to i, and e_i
 // the difference between the value of token i and the value that the state has for its key:
@@ -15,14 +18,6 @@
 
 #include "delta_arguments.cuh"
 #include "tf32_products.cuh"
-
-#define KEY_COLUMNS ((KEY_WIDTH + 15) / 16 * 16)
-#define VALUE_COLUMNS ((VALUE_WIDTH + 15) / 16 * 16)
-
-// Bytes from row to row in shared memory: the rows of a fragment begin in different banks.
-#define KEY_PITCH ((KEY_COLUMNS + 8) * 4)
-#define VALUE_PITCH ((VALUE_COLUMNS + 8) * 4)
-#define CHUNK_PITCH ((CHUNK + 8) * 4)
 
 // The products of the factors that the kernels over chunks take: e^40. Larger products may overflow although the state,
 // which may be 0, does not. Such heads are computed token by token.
@@ -46,13 +41,6 @@
 //                                                         L  = the inverse of (1 + beta key_products)
 //     dS = kept * dS' + transposed queries dO        reading = transposed L (writing rows)
 //          + transposed writing X                    writing = -beta (reading rows of keys)
-#define TILE_READING 0
-#define TILE_QUERIES (CHUNK * KEY_COLUMNS)
-#define TILE_WRITING (2 * CHUNK * KEY_COLUMNS)
-#define TILE_KEPT (3 * CHUNK * KEY_COLUMNS)
-#define TILE_MIXING (TILE_KEPT + KEY_COLUMNS)
-#define TILE_LOCAL (TILE_MIXING + CHUNK * CHUNK)
-#define TILE_WORDS (TILE_LOCAL + CHUNK * CHUNK)
 
 // A sequence of a call.
 struct DeltaSequence {

@@ -6,8 +6,6 @@ mod capability;
 mod ci_programs;
 #[cfg(any(feature = "cuda", test))]
 mod compile;
-#[cfg(test)]
-mod cpp;
 mod delta;
 mod device;
 #[cfg(any(feature = "cuda", test))]
@@ -15,10 +13,12 @@ mod disk_cache;
 mod element;
 #[cfg(any(feature = "cuda", feature = "emulator"))]
 mod failure;
+mod given;
 #[cfg(any(feature = "cuda", feature = "emulator"))]
 mod hash;
 mod kernel_pointers;
 mod kernel_struct;
+mod memory_layout;
 #[cfg(any(feature = "cuda", test))]
 mod nvrtc;
 #[cfg(any(feature = "cuda", test))]
@@ -66,13 +66,16 @@ pub fn options_of_every_tile() -> Vec<Vec<String>> {
     tiles::programs_of_every_row().iter().map(|program| program.define_options().collect()).collect()
 }
 
-/// Returns all macros of the attention program with some constants, such as `-DHEAD_DIM=64 -DFORWARD_WARPS=2`, as
-/// options of a C++ compiler. Constants that are not given have a default. The tests on the emulator run such programs.
+/// Returns all macros of the program with some constants, as options of a C++ compiler: of attention, such as
+/// `-DHEAD_DIM=64 -DFORWARD_WARPS=2`, or of the delta rule, such as `-DKEY_WIDTH=64 -DSCAN_WARPS=2`. Constants that are
+/// not given have a default. The tests on the emulator run such programs.
 ///
 /// # Errors
 /// For a constant that does not exist, and for some that kernels cannot have together.
 pub fn all_options(given: &str) -> Result<Vec<String>, String> {
-    Ok(tiles::program_of_options(given)?.define_options().collect())
+    let is_delta_rule = given.contains("-DKEY_WIDTH=");
+    let program = if is_delta_rule { delta::program_of_options(given)? } else { tiles::program_of_options(given)? };
+    Ok(program.define_options().collect())
 }
 
 /// Writes the headers of the kernels that are printed from structs in Rust into a folder, which is made if necessary. A

@@ -108,6 +108,13 @@ kernel_struct! {
         /// The number that is added to the square of a length.
         pub norm_epsilon: f32,
     }
+
+    /// The warps of a block of the kernels that prepare chunks.
+    pub(super) const PREPARE_WARPS: usize = 8;
+    /// The warps of a block of the kernel that computes token by token.
+    pub(super) const STEP_WARPS: usize = 8;
+    /// The warps of a block of the backward pass token by token.
+    pub(super) const BACKWARD_STEP_WARPS: usize = 8;
 }
 
 // SAFETY: the calls of this module check shapes, and take addresses from the operands of the launch.

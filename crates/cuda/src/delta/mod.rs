@@ -6,6 +6,6 @@ mod call;
 mod forward;
 mod specialization;
 
-pub(crate) use specialization::entries;
+pub(crate) use specialization::{entries, program_of_options};
 
 pub use call::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};

@@ -1,9 +1,9 @@
 //! Tiles of the backward kernels.
 
-use super::shared_layout::SharedLayout;
 use super::{KernelSet, SMALL_BLOCK_WARPS, Width, no_tile};
 use crate::arguments::SMALL_BLOCK_THREADS;
 use crate::element::Element;
+use crate::memory_layout::MemoryLayout;
 use crate::program::{Define, KernelShape, Program};
 use crate::specialization::Specialization;
 use crate::unsupported::Unsupported;
@@ -178,7 +178,7 @@ impl BackwardTile {
     /// If none does.
     pub fn choose(specialization: &Specialization, shared_bytes: usize) -> Result<Self, Unsupported> {
         let fits = |tile: &Self| {
-            let largest = tile.key_layout(specialization).bytes().max(tile.query_shared_bytes(specialization));
+            let largest = tile.key_layout(specialization).size().max(tile.query_shared_bytes(specialization));
             tile.divides(specialization) && largest <= shared_bytes
         };
         Self::rows(specialization)
@@ -249,8 +249,8 @@ impl BackwardTile {
     }
 
     /// Returns the shared memory of a block of the kernel that finds the intervals of tiles.
-    fn tiles_layout(&self) -> SharedLayout {
-        let mut layout = SharedLayout::default();
+    fn tiles_layout(&self) -> MemoryLayout {
+        let mut layout = MemoryLayout::default();
         layout.add("TILES_INTERVALS_AT", self.keys.queries * 8);
         layout.add("TILES_WARP_INTERVALS_AT", SMALL_BLOCK_WARPS * 16);
         layout
@@ -278,13 +278,13 @@ impl BackwardTile {
     }
 
     /// Returns the shared memory of a block of the kernel of keys.
-    fn key_layout(&self, specialization: &Specialization) -> SharedLayout {
+    fn key_layout(&self, specialization: &Specialization) -> MemoryLayout {
         let KeyTile { warps_per_keys, queries, .. } = self.keys;
         let (head_pitch, value_pitch) = (specialization.head_pitch(), specialization.value_pitch());
         let scores = self.key_block() * self.score_pitch(specialization);
         let score_gradients = if self.shares_score_gradients(specialization) { scores } else { 0 };
         let bias_gradients = if Self::shares_bias_gradients(specialization) { scores } else { 0 };
-        let mut layout = SharedLayout::default();
+        let mut layout = MemoryLayout::default();
         layout.add("KEY_KEYS_AT", self.key_block() * head_pitch);
         layout.add("KEY_VALUES_AT", self.key_block() * value_pitch);
         // Two tiles of queries, of gradients of the output, and of some numbers for each of these queries.
@@ -301,7 +301,7 @@ impl BackwardTile {
     fn query_shared_bytes(&self, specialization: &Specialization) -> usize {
         match self.queries {
             QueryGradient::Fused { .. } => 0,
-            QueryGradient::Separate(tile) => tile.shared_layout(specialization).bytes(),
+            QueryGradient::Separate(tile) => tile.shared_layout(specialization).size(),
         }
     }
 
@@ -322,12 +322,12 @@ impl BackwardTile {
         BackwardKernels {
             delta: small("attention_backward_delta", 0),
             sinks: small("attention_backward_sinks", SUM_BYTES),
-            tiles: small("attention_backward_tiles", self.tiles_layout().bytes()),
+            tiles: small("attention_backward_tiles", self.tiles_layout().size()),
             query_gradients,
             key_gradients: KernelShape {
                 name: "attention_backward_keys",
                 threads: key_threads,
-                shared_bytes: self.key_layout(specialization).bytes(),
+                shared_bytes: self.key_layout(specialization).size(),
             },
             bias: small("attention_backward_bias", SUM_BYTES),
             slopes: small("attention_backward_slopes", SUM_BYTES),
@@ -378,9 +378,9 @@ impl QueryTile {
     }
 
     /// Returns the shared memory of a block.
-    fn shared_layout(&self, specialization: &Specialization) -> SharedLayout {
+    fn shared_layout(&self, specialization: &Specialization) -> MemoryLayout {
         let (head_pitch, value_pitch) = (specialization.head_pitch(), specialization.value_pitch());
-        let mut layout = SharedLayout::default();
+        let mut layout = MemoryLayout::default();
         layout.add("QUERY_QUERIES_AT", self.block() * head_pitch);
         layout.add("QUERY_GRADIENTS_AT", self.block() * value_pitch);
         layout.add("QUERY_KEYS_AT", 2 * self.keys * head_pitch);

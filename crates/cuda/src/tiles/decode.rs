@@ -1,8 +1,8 @@
 //! Tiles of the decode kernel.
 
-use super::shared_layout::SharedLayout;
 use super::{KernelSet, SMALL_BLOCK_WARPS, no_tile};
 use crate::arguments::{DECODE_ROWS, SMALL_BLOCK_THREADS};
+use crate::memory_layout::MemoryLayout;
 use crate::program::{Define, KernelShape, Program};
 use crate::specialization::Specialization;
 use crate::unsupported::Unsupported;
@@ -73,9 +73,9 @@ impl DecodeTile {
     }
 
     /// Returns the parts of a tile of a warp.
-    fn tile_layout(&self, specialization: &Specialization) -> SharedLayout {
+    fn tile_layout(&self, specialization: &Specialization) -> MemoryLayout {
         let pitches = Self::pitches(specialization);
-        let mut layout = SharedLayout::default();
+        let mut layout = MemoryLayout::default();
         layout.add("DECODE_TILE_KEYS_AT", self.keys * pitches.keys);
         layout.add("DECODE_TILE_VALUES_AT", self.keys * pitches.values);
         // The scales of keys and of values.
@@ -84,18 +84,18 @@ impl DecodeTile {
     }
 
     /// Returns the shared memory of a block while it reads keys: the queries, and the tiles of each warp.
-    fn reading_layout(&self, specialization: &Specialization) -> SharedLayout {
-        let mut layout = SharedLayout::default();
+    fn reading_layout(&self, specialization: &Specialization) -> MemoryLayout {
+        let mut layout = MemoryLayout::default();
         layout.add("DECODE_QUERIES_AT", DECODE_ROWS * specialization.head_pitch());
-        layout.add("DECODE_RING_AT", self.warps * self.stages * self.tile_layout(specialization).bytes());
+        layout.add("DECODE_RING_AT", self.warps * self.stages * self.tile_layout(specialization).size());
         layout
     }
 
     /// Returns the shared memory of a block with the results of the warps instead of their tiles: rows of the
     /// output, and of each row its maximum and its sum.
-    fn result_layout(&self, specialization: &Specialization) -> SharedLayout {
+    fn result_layout(&self, specialization: &Specialization) -> MemoryLayout {
         let rows = self.warps * DECODE_ROWS;
-        let mut layout = SharedLayout::default();
+        let mut layout = MemoryLayout::default();
         layout.add("DECODE_QUERIES_AT", DECODE_ROWS * specialization.head_pitch());
         layout.add("DECODE_OUTPUTS_AT", rows * Self::output_columns(specialization) * size_of::<f32>());
         layout.add("DECODE_STATISTICS_AT", rows * 2 * size_of::<f32>());
@@ -104,7 +104,7 @@ impl DecodeTile {
 
     /// Returns the bytes of the shared memory of a block.
     fn shared_bytes(&self, specialization: &Specialization) -> usize {
-        self.reading_layout(specialization).bytes().max(self.result_layout(specialization).bytes())
+        self.reading_layout(specialization).size().max(self.result_layout(specialization).size())
     }
 
     /// Returns the decode kernel.

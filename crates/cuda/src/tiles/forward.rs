@@ -1,8 +1,8 @@
 //! Tiles of the forward kernel.
 
-use super::shared_layout::SharedLayout;
 use super::{KernelSet, Width, no_tile};
 use crate::element::Element;
+use crate::memory_layout::MemoryLayout;
 use crate::program::{Define, KernelShape, Program};
 use crate::specialization::Specialization;
 use crate::unsupported::Unsupported;
@@ -141,11 +141,11 @@ impl ForwardTile {
     }
 
     /// Returns the shared memory of a block.
-    fn shared_layout(&self, specialization: &Specialization) -> SharedLayout {
+    fn shared_layout(&self, specialization: &Specialization) -> MemoryLayout {
         let (queries, keys) = (self.queries(), self.keys);
         let bias_bytes = if specialization.bias.is_some() { queries * self.bias_pitch(specialization) } else { 0 };
         let mask_bytes = if specialization.boolean_mask { queries * self.mask_pitch() } else { 0 };
-        let mut layout = SharedLayout::default();
+        let mut layout = MemoryLayout::default();
         layout.add("FORWARD_QUERIES_AT", queries * specialization.head_pitch());
         layout.add("FORWARD_KEYS_AT", self.stages * keys * specialization.head_pitch());
         layout.add("FORWARD_VALUES_AT", self.stages * keys * specialization.value_pitch());
@@ -165,7 +165,7 @@ impl ForwardTile {
 
     /// Returns the bytes of the shared memory of a block.
     fn shared_bytes(&self, specialization: &Specialization) -> usize {
-        self.shared_layout(specialization).bytes()
+        self.shared_layout(specialization).size()
     }
 
     /// Returns the forward kernel.

@@ -8,7 +8,6 @@ mod decode;
 mod forward;
 mod named;
 mod rows;
-mod shared_layout;
 
 pub(crate) use backward::{BackwardKernels, BackwardTile, QueryGradient};
 pub(crate) use decode::DecodeTile;

@@ -1,121 +1,82 @@
-//! Programs whose constants are given by name, for the tests on the emulator. What is not given has a default.
+//! Attention programs whose constants are given by name, for the tests on the emulator.
 
 use super::backward::{KeyTile, QueryTile};
 use super::{BackwardTile, DecodeTile, ForwardTile, KernelSet, QueryGradient};
 use crate::element::Element;
+use crate::given::Given;
 use crate::program::Program;
 use crate::specialization::{Alignment, BiasElement, ModifierGradients, Specialization};
 
-/// The constants that are given, and not used yet.
-struct Given {
-    constants: Vec<(String, usize)>,
+fn bias(given: &mut Given) -> Result<Option<BiasElement>, String> {
+    match given.take("HAS_BIAS", 0) {
+        0 => Ok(None),
+        1 => Ok(Some(BiasElement::Element)),
+        2 => Ok(Some(BiasElement::F32)),
+        other => Err(format!("HAS_BIAS is {other}, expected 0, 1 or 2")),
+    }
 }
 
-impl Given {
-    /// Reads options such as `-DHEAD_DIM=64`.
-    fn parse(options: &str) -> Result<Self, String> {
-        let mut constants = Vec::new();
-        for option in options.split_whitespace() {
-            let constant = option.strip_prefix("-D").and_then(|rest| rest.split_once('='));
-            let Some((name, value)) = constant else { return Err(format!("expected -DNAME=NUMBER, found {option}")) };
-            let number = value.parse().map_err(|_| format!("{name} is {value}, expected a number"))?;
-            constants.push((name.to_string(), number));
-        }
-        Ok(Self { constants })
-    }
+fn specialization(given: &mut Given) -> Result<Specialization, String> {
+    let element = given.element()?;
+    let head_dim = given.take("HEAD_DIM", 128);
+    let value_dim = given.take("VALUE_DIM", head_dim);
+    Ok(Specialization {
+        key_codes: given.flag("KEY_CODES", false),
+        softcap: given.flag("HAS_SOFTCAP", false),
+        alibi: given.flag("HAS_ALIBI", false),
+        relative_bias: given.flag("HAS_RELATIVE_BIAS", false),
+        bias: bias(given)?,
+        boolean_mask: given.flag("HAS_BOOLEAN_MASK", false),
+        dropout: given.flag("HAS_DROPOUT", false),
+        positive_scale: !given.flag("MODIFIES_SCORES", false),
+        gradients: ModifierGradients {
+            bias: given.flag("BIAS_GRADIENT", false),
+            slopes: given.flag("SLOPE_GRADIENT", false),
+            relative_bias: given.flag("RELATIVE_BIAS_GRADIENT", false),
+        },
+        alignment: Alignment {
+            rows: given.flag("ALIGNED_ROWS", true),
+            bias: given.flag("ALIGNED_BIAS", true),
+            boolean_mask: given.flag("ALIGNED_BOOLEAN_MASK", true),
+        },
+        ..Specialization::plain(element, head_dim, value_dim)
+    })
+}
 
-    /// Returns the value of a constant, or its default.
-    fn take(&mut self, name: &str, default: usize) -> usize {
-        match self.constants.iter().position(|(given, _)| given == name) {
-            Some(at) => self.constants.remove(at).1,
-            None => default,
-        }
+fn forward(given: &mut Given, is_f32: bool) -> ForwardTile {
+    ForwardTile {
+        warps: given.take("FORWARD_WARPS", 4),
+        row_tiles: given.take("FORWARD_ROW_TILES", if is_f32 { 1 } else { 2 }),
+        keys: given.take("FORWARD_KEYS", if is_f32 { 32 } else { 64 }),
+        stages: given.take("FORWARD_STAGES", 1),
+        queries_in_registers: given.flag("FORWARD_QUERIES_IN_REGISTERS", false),
     }
+}
 
-    fn flag(&mut self, name: &str, default: bool) -> bool {
-        self.take(name, default.into()) != 0
+fn decode(given: &mut Given) -> DecodeTile {
+    DecodeTile {
+        warps: given.take("DECODE_WARPS", 4),
+        keys: given.take("DECODE_KEYS", 16),
+        stages: given.take("DECODE_STAGES", 3),
     }
+}
 
-    fn element(&mut self) -> Result<Element, String> {
-        match self.take("ELEMENT", 1) {
-            0 => Ok(Element::F16),
-            1 => Ok(Element::Bf16),
-            2 => Ok(Element::F32),
-            other => Err(format!("ELEMENT is {other}, expected 0, 1 or 2")),
-        }
-    }
-
-    fn bias(&mut self) -> Result<Option<BiasElement>, String> {
-        match self.take("HAS_BIAS", 0) {
-            0 => Ok(None),
-            1 => Ok(Some(BiasElement::Element)),
-            2 => Ok(Some(BiasElement::F32)),
-            other => Err(format!("HAS_BIAS is {other}, expected 0, 1 or 2")),
-        }
-    }
-
-    fn specialization(&mut self) -> Result<Specialization, String> {
-        let element = self.element()?;
-        let head_dim = self.take("HEAD_DIM", 128);
-        let value_dim = self.take("VALUE_DIM", head_dim);
-        Ok(Specialization {
-            key_codes: self.flag("KEY_CODES", false),
-            softcap: self.flag("HAS_SOFTCAP", false),
-            alibi: self.flag("HAS_ALIBI", false),
-            relative_bias: self.flag("HAS_RELATIVE_BIAS", false),
-            bias: self.bias()?,
-            boolean_mask: self.flag("HAS_BOOLEAN_MASK", false),
-            dropout: self.flag("HAS_DROPOUT", false),
-            positive_scale: !self.flag("MODIFIES_SCORES", false),
-            gradients: ModifierGradients {
-                bias: self.flag("BIAS_GRADIENT", false),
-                slopes: self.flag("SLOPE_GRADIENT", false),
-                relative_bias: self.flag("RELATIVE_BIAS_GRADIENT", false),
-            },
-            alignment: Alignment {
-                rows: self.flag("ALIGNED_ROWS", true),
-                bias: self.flag("ALIGNED_BIAS", true),
-                boolean_mask: self.flag("ALIGNED_BOOLEAN_MASK", true),
-            },
-            ..Specialization::plain(element, head_dim, value_dim)
-        })
-    }
-
-    fn forward(&mut self, is_f32: bool) -> ForwardTile {
-        ForwardTile {
-            warps: self.take("FORWARD_WARPS", 4),
-            row_tiles: self.take("FORWARD_ROW_TILES", if is_f32 { 1 } else { 2 }),
-            keys: self.take("FORWARD_KEYS", if is_f32 { 32 } else { 64 }),
-            stages: self.take("FORWARD_STAGES", 1),
-            queries_in_registers: self.flag("FORWARD_QUERIES_IN_REGISTERS", false),
-        }
-    }
-
-    fn decode(&mut self) -> DecodeTile {
-        DecodeTile {
-            warps: self.take("DECODE_WARPS", 4),
-            keys: self.take("DECODE_KEYS", 16),
-            stages: self.take("DECODE_STAGES", 3),
-        }
-    }
-
-    fn backward(&mut self, is_f32: bool) -> BackwardTile {
-        let keys = KeyTile {
-            warps: self.take("KEY_WARPS", if is_f32 { 4 } else { 8 }),
-            row_tiles: self.take("KEY_ROW_TILES", 1),
-            warps_per_keys: self.take("WARPS_PER_KEYS", 1),
-            queries: self.take("BACKWARD_QUERIES", if is_f32 { 16 } else { 64 }),
-        };
-        let row_warps = self.take("FUSED_ROW_WARPS", if keys.queries == 16 { 1 } else { 2 });
-        let queries = QueryTile {
-            warps: self.take("QUERY_WARPS", 4),
-            row_tiles: self.take("QUERY_ROW_TILES", if is_f32 { 1 } else { 2 }),
-            keys: self.take("QUERY_KEYS", if is_f32 { 16 } else { 32 }),
-        };
-        let is_fused = self.flag("FUSED_BACKWARD", false);
-        let queries = if is_fused { QueryGradient::Fused { row_warps } } else { QueryGradient::Separate(queries) };
-        BackwardTile { keys, queries }
-    }
+fn backward(given: &mut Given, is_f32: bool) -> BackwardTile {
+    let keys = KeyTile {
+        warps: given.take("KEY_WARPS", if is_f32 { 4 } else { 8 }),
+        row_tiles: given.take("KEY_ROW_TILES", 1),
+        warps_per_keys: given.take("WARPS_PER_KEYS", 1),
+        queries: given.take("BACKWARD_QUERIES", if is_f32 { 16 } else { 64 }),
+    };
+    let row_warps = given.take("FUSED_ROW_WARPS", if keys.queries == 16 { 1 } else { 2 });
+    let queries = QueryTile {
+        warps: given.take("QUERY_WARPS", 4),
+        row_tiles: given.take("QUERY_ROW_TILES", if is_f32 { 1 } else { 2 }),
+        keys: given.take("QUERY_KEYS", if is_f32 { 16 } else { 32 }),
+    };
+    let is_fused = given.flag("FUSED_BACKWARD", false);
+    let queries = if is_fused { QueryGradient::Fused { row_warps } } else { QueryGradient::Separate(queries) };
+    BackwardTile { keys, queries }
 }
 
 /// Returns the program of some constants, such as `-DHEAD_DIM=64 -DFORWARD_WARPS=2`.
@@ -125,12 +86,11 @@ impl Given {
 pub(crate) fn program_of_options(options: &str) -> Result<Program, String> {
     let mut given = Given::parse(options)?;
     let set = given.take("KERNEL_SET", 7);
-    let specialization = given.specialization()?;
+    let specialization = specialization(&mut given)?;
     let is_f32 = specialization.element == Element::F32;
-    let (forward, decode, backward) = (given.forward(is_f32), given.decode(), given.backward(is_f32));
-    if let Some((name, _)) = given.constants.first() {
-        return Err(format!("there is no constant {name}, or it is given twice"));
-    }
+    let (forward, decode) = (forward(&mut given, is_f32), decode(&mut given));
+    let backward = backward(&mut given, is_f32);
+    given.finish()?;
     let sets: Vec<_> = super::rows::ALL_KERNELS.into_iter().filter(|own| set & own.bit() as usize != 0).collect();
     let mut programs = Vec::new();
     for own in &sets {
