@@ -14,6 +14,7 @@ mod pth;
 mod quantized;
 mod quantized_faults;
 mod quantized_files;
+mod quantized_layers;
 mod reading;
 mod round_trip;
 mod shards;
@@ -32,6 +33,10 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, Linear, VarBuilder, VarMap};
 
 use common::DEVICE;
+use common::allocations::Counting;
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
 
 /// A builder that has a tensor for every name: multiples of 2^-12 between ±1 that depend on the name and the place.
 struct Invented;

@@ -120,13 +120,12 @@ impl<'a> Loader<'a> {
         if let Some(gguf) = self.weights.gguf {
             return gguf.attention(json, layer, shard);
         }
-        let sharded = shard.zip(self.weights.shards.as_ref().and_then(|shards| shards.vb.as_ref()));
         let is_linear = hf::is_linear_attention(json, layer)?;
         let is_latent = size(json, "kv_lora_rank").is_some();
-        Ok(match sharded {
-            Some((own, vb)) if is_linear => Attention::Linear(hf::load_linear_attention_shard(json, layer, own, vb)?),
-            Some((own, vb)) if is_latent => Attention::Latent(hf::load_latent_attention_shard(json, layer, own, vb)?),
-            Some((own, vb)) => Attention::MultiHead(hf::load_attention_shard(json, layer, own, vb)?),
+        Ok(match shard {
+            Some(own) if is_linear => Attention::Linear(hf::load_linear_attention_shard(json, layer, own, &root)?),
+            Some(own) if is_latent => Attention::Latent(hf::load_latent_attention_shard(json, layer, own, &root)?),
+            Some(own) => Attention::MultiHead(hf::load_attention_shard(json, layer, own, &root)?),
             None if is_linear => Attention::Linear(hf::load_linear_attention(json, layer, root)?),
             None if is_latent => Attention::Latent(hf::load_latent_attention(json, layer, root)?),
             None => Attention::MultiHead(hf::load_attention(json, layer, root)?),

@@ -117,7 +117,7 @@ impl SimpleBackend for Backend {
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         if let Some(weight) = Fact::weight_of_codes(name) {
             return match self.checkpoint.entry(weight) {
-                Some(Entry::Quantized { weight: entry, .. }) => read_quantized(weight, entry)?.to_tensor(),
+                Some(Entry::Quantized { weight: entry, .. }) => read_quantized(weight, entry)?.into_tensor(),
                 _ => bail!("{weight} is not quantised"),
             };
         }

@@ -19,7 +19,6 @@ mod windows;
 
 use candle_core::Result;
 use candle_nn::VarBuilder;
-use candle_nn::var_builder::ShardedVarBuilder;
 use serde_json::Value;
 
 use candle_attention_core::{
@@ -27,8 +26,7 @@ use candle_attention_core::{
     RelativeBias, WeightLayout,
 };
 use candle_attention_delta::{GatedDeltaNet, GatedDeltaNetConfig};
-use candle_attention_modules::base::HeadShard;
-use candle_attention_modules::base::whole;
+use candle_attention_modules::base::{HeadShard, WholeTensors};
 use entry::Entry;
 
 /// Returns the values of `model_type` that are known, in alphabetical order.
@@ -111,8 +109,8 @@ pub fn load_cross_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resul
     Entry::of(json)?.cross()?.load(layer, vb)
 }
 
-/// Loads one rank's heads of a layer's attention, from a `config.json` and Candle's sharded builder at the model's
-/// root. Layers count from 0. [`MultiHeadAttention::load_shard`] describes the result.
+/// Loads one rank's heads of a layer's attention, from a `config.json` and a builder at the model's root: Candle's
+/// sharded builder, or one of whole tensors. Layers count from 0. [`MultiHeadAttention::load_shard`] describes the result.
 ///
 /// # Errors
 /// As [`load_attention`] and [`MultiHeadAttention::load_shard`].
@@ -120,12 +118,14 @@ pub fn load_attention_shard(
     json: &Value,
     layer: usize,
     shard: HeadShard,
-    vb: &ShardedVarBuilder<'static>,
+    vb: &impl WholeTensors,
 ) -> Result<MultiHeadAttention> {
-    let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load_shard(cfg, layout, shard, &vb.pp(module));
     let entry = Entry::of(json)?;
-    entry.refuse_conversion_of_mlx(&whole(vb))?;
-    entry.load_with(layer, &whole(vb), load, |bias| bias.shard(shard))
+    let whole = vb.whole();
+    entry.refuse_conversion_of_mlx(&whole)?;
+    let whole = entry.with_norms_as_in_pytorch(whole);
+    let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load_shard(cfg, layout, shard, &whole.pp(module));
+    entry.load_with(layer, &whole, load, |bias| bias.shard(shard))
 }
 
 /// Returns the config of one layer's latent attention: DeepSeek V2 and V3, and models with the same attention.
@@ -153,10 +153,11 @@ pub fn load_latent_attention_shard(
     json: &Value,
     layer: usize,
     shard: HeadShard,
-    vb: &ShardedVarBuilder<'static>,
+    vb: &impl WholeTensors,
 ) -> Result<MultiHeadLatentAttention> {
-    let load = |cfg: &_, module: &str| MultiHeadLatentAttention::load_shard(cfg, shard, &vb.pp(module));
-    Entry::of(json)?.load_latent_with(layer, &whole(vb), load)
+    let whole = vb.whole();
+    let load = |cfg: &_, module: &str| MultiHeadLatentAttention::load_shard(cfg, shard, &whole.pp(module));
+    Entry::of(json)?.load_latent_with(layer, &whole, load)
 }
 
 /// Returns whether a layer has linear attention by the gated delta rule, and is loaded by [`load_linear_attention`].
@@ -196,12 +197,14 @@ pub fn load_linear_attention_shard(
     json: &Value,
     layer: usize,
     shard: HeadShard,
-    vb: &ShardedVarBuilder<'static>,
+    vb: &impl WholeTensors,
 ) -> Result<GatedDeltaNet> {
-    let load = |cfg: &_, layout, module: &str| GatedDeltaNet::load_shard(cfg, layout, shard, &vb.pp(module));
     let entry = Entry::of(json)?;
-    entry.refuse_conversion_of_mlx(&whole(vb))?;
-    entry.load_linear_with(layer, &whole(vb), load)
+    let whole = vb.whole();
+    entry.refuse_conversion_of_mlx(&whole)?;
+    let whole = entry.with_norms_as_in_pytorch(whole);
+    let load = |cfg: &_, layout, module: &str| GatedDeltaNet::load_shard(cfg, layout, shard, &whole.pp(module));
+    entry.load_linear_with(layer, &whole, load)
 }
 
 /// Loads the relative bias that all layers of a stack share, from a `config.json` and a builder at the model's root.

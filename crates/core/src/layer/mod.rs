@@ -22,7 +22,6 @@ pub use latent::{LatentProjections, MultiHeadLatentAttention, MultiHeadLatentAtt
 pub use memory::ProjectedMemory;
 
 use candle_core::{ModuleT, Result, Tensor, bail};
-use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Linear, VarBuilder};
 
 use crate::config::{LocalWindow, MultiHeadAttentionConfig};
@@ -33,7 +32,9 @@ use crate::position::{
     alibi,
 };
 use adapter::LoadedAdapter;
-use candle_attention_modules::base::{Dim, Expect, HeadCounts, HeadShard, Heads, ParameterList, ParameterReader, save};
+use candle_attention_modules::base::{
+    Dim, Expect, HeadCounts, HeadShard, Heads, ParameterList, ParameterReader, WholeTensors, save,
+};
 use candle_attention_modules::linear::{Projection, ProjectionModule, ProjectionModules, Projections};
 use shard::{LayerNorms, NormSpans};
 use validate::ExpectedInput;
@@ -149,8 +150,8 @@ impl MultiHeadAttention {
         Self::build(cfg, source, |_| Ok(projections))
     }
 
-    /// Loads one rank's shard of a layer, some of its heads, from weights in any layout and Candle's sharded builder:
-    /// tensor parallelism.
+    /// Loads one rank's shard of a layer, some of its heads, from weights in any layout: tensor parallelism. The builder
+    /// is Candle's sharded one, or one of whole tensors, as quantised weights need.
     ///
     /// The outputs of all ranks sum to the output of the whole layer. After each call the caller adds them, by NCCL
     /// through `cudarc` for example, as Candle's own multi-process Llama does. Rank 0 has the bias of the output
@@ -183,7 +184,7 @@ impl MultiHeadAttention {
         cfg: &MultiHeadAttentionConfig,
         layout: WeightLayout,
         shard: HeadShard,
-        vb: &ShardedVarBuilder<'static>,
+        vb: &impl WholeTensors,
     ) -> Result<Self> {
         let source = ParameterReader::sharded(OP, layout, vb, shard)?;
         Self::build(cfg, source, |source| load_projections(cfg, layout, source))

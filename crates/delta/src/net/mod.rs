@@ -18,12 +18,11 @@ pub use layout::DeltaLayout;
 use std::path::Path;
 
 use candle_core::{DType, Result, Tensor};
-use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Init, VarBuilder};
 
 use candle_attention_modules::base::{
     FusedTensor, HeadCounts, HeadShard, Heads, Parameter, ParameterList, ParameterReader, ParameterSpec,
-    QueryHeadOrder, Share, WeightAndBias, frozen, has, part, save,
+    QueryHeadOrder, Share, WeightAndBias, WholeTensors, frozen, has, part, save,
 };
 use candle_attention_modules::linear::{PackedLinear, PackedProjection};
 use candle_attention_modules::norm::RmsNorm;
@@ -131,7 +130,7 @@ impl GatedDeltaNet {
         Self::read(cfg, layout, ParameterReader::new(OP, layout, vb)?)
     }
 
-    /// Loads the heads of one rank from Candle's sharded builder, for tensor parallelism as in
+    /// Loads the heads of one rank from Candle's sharded builder or one of whole tensors, for tensor parallelism as in
     /// [`MultiHeadAttention::load_shard`]. The sum of the outputs of all ranks is the output of the whole layer.
     /// [`config`](Self::config) is the config of the rank's own layer.
     ///
@@ -143,7 +142,7 @@ impl GatedDeltaNet {
         cfg: &GatedDeltaNetConfig,
         layout: DeltaLayout,
         shard: HeadShard,
-        vb: &ShardedVarBuilder<'static>,
+        vb: &impl WholeTensors,
     ) -> Result<Self> {
         Self::read(cfg, layout, ParameterReader::sharded(OP, layout, vb, shard)?)
     }

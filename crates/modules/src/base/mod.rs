@@ -44,8 +44,8 @@ pub use quantize::QuantizationFormat;
 pub use quantized_weight::{CodeValues, Float8, GroupNumbers, QuantizedWeight};
 pub use query_heads::QueryHeadOrder;
 pub use reader::{
-    DRAWN_THEN_ZEROED, LINEAR_WEIGHT, ParameterReader, SCALES, has, linear_bias, missing_tensor_hint, moved_names,
-    root, stored_name, whole,
+    DRAWN_THEN_ZEROED, LINEAR_WEIGHT, ParameterReader, SCALES, WholeTensors, has, linear_bias, missing_tensor_hint,
+    moved_names, root, stored_name,
 };
 pub use shard::{HeadCounts, HeadShard, Heads, Share};
 pub use spec::{NO_BIAS, ParameterSpec};

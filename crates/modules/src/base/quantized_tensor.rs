@@ -1,9 +1,10 @@
 //! The way of a quantised weight through a builder, which returns tensors and nothing else: one tensor of bytes, which
-//! are a small safetensors file of its parts.
+//! are the codes, a small safetensors file of the other parts, and the length of that file.
 
 use std::collections::HashMap;
+use std::fmt::Display;
 
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
 use candle_nn::VarBuilder;
 use half::{bf16, f16};
 use safetensors::SafeTensors;
@@ -13,6 +14,9 @@ use super::facts::{is_claimed_by_all, name_of_codes};
 use super::quantized_weight::{CodeValues, Float8, GroupNumbers, QuantizedWeight};
 
 const OP: &str = "quantized_weight";
+
+/// The number of bytes of the length at the end.
+const LENGTH_BYTES: usize = size_of::<u64>();
 
 /// Parts by name.
 #[derive(Default)]
@@ -121,18 +125,17 @@ impl StoredParts<'_> {
 }
 
 impl QuantizedWeight {
-    /// Returns the weight as a tensor of bytes, for [`from_tensor`](Self::from_tensor).
+    /// Returns the weight as a tensor of bytes, for [`from_tensor`](Self::from_tensor). The codes are not copied.
     ///
     /// # Errors
-    /// If the bytes do not fit in memory.
-    pub fn to_tensor(&self) -> Result<Tensor> {
+    /// If the other parts cannot be written.
+    pub fn into_tensor(self) -> Result<Tensor> {
         let mut parts = Parts::default();
         for (word, number) in
             [("outputs", self.outputs), ("inputs", self.inputs), ("bits", self.bits), ("group", self.group)]
         {
             parts.say(word, number);
         }
-        parts.push("codes", Dtype::U8, self.codes.len(), self.codes.clone());
         parts.push_numbers("scales", &self.scales);
         match &self.values {
             CodeValues::Signed => parts.say("values", "signed"),
@@ -162,20 +165,41 @@ impl QuantizedWeight {
         }
         let file =
             safetensors::serialize(views, Some(parts.words)).map_err(|error| Error::msg(format!("[{OP}] {error}")))?;
-        let len = file.len();
-        Tensor::from_vec(file, len, &Device::Cpu)
+        let mut bytes = self.codes;
+        bytes.reserve_exact(file.len() + LENGTH_BYTES);
+        bytes.extend_from_slice(&file);
+        bytes.extend_from_slice(&(file.len() as u64).to_le_bytes());
+        let len = bytes.len();
+        Tensor::from_vec(bytes, len, &Device::Cpu)
     }
 
     /// Returns the weight whose bytes a tensor has.
     ///
     /// # Errors
-    /// If the tensor does not come from [`to_tensor`](Self::to_tensor).
+    /// If the tensor does not come from [`into_tensor`](Self::into_tensor).
     pub fn from_tensor(tensor: &Tensor) -> Result<Self> {
-        let bytes = tensor.to_vec1::<u8>()?;
-        let read = |error| Error::msg(format!("[{OP}] expected the bytes of a quantised weight: {error}"));
-        let (_, header) = SafeTensors::read_metadata(&bytes).map_err(read)?;
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cpu(CpuStorage::U8(all)) = &*storage else {
+            bail!("[{OP}] expected bytes on the CPU, found {:?} on {:?}", tensor.dtype(), tensor.device())
+        };
+        let Some((start, end)) = layout.contiguous_offsets() else {
+            bail!("[{OP}] expected contiguous bytes, found strides {:?}", layout.stride())
+        };
+        Self::from_bytes(&all[start..end])
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let invalid =
+            |problem: &dyn Display| Error::msg(format!("[{OP}] expected the bytes of a quantised weight: {problem}"));
+        let Some((before, length)) = bytes.split_last_chunk::<LENGTH_BYTES>() else {
+            return Err(invalid(&"there are too few"));
+        };
+        let file_len = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);
+        let Some(start) = before.len().checked_sub(file_len) else { return Err(invalid(&"there are too few")) };
+        let (codes, file) = before.split_at(start);
+        let (_, header) = SafeTensors::read_metadata(file).map_err(|error| invalid(&error))?;
         let words = header.metadata().clone().unwrap_or_default();
-        let parts = StoredParts { file: SafeTensors::deserialize(&bytes).map_err(read)?, words };
+        let parts = StoredParts { file: SafeTensors::deserialize(file).map_err(|error| invalid(&error))?, words };
         let values = match parts.word::<String>("values")?.as_str() {
             "signed" => CodeValues::Signed,
             "zeros" => CodeValues::Zeros(parts.numbers("zeros")?),
@@ -199,7 +223,7 @@ impl QuantizedWeight {
             outputs: parts.word("outputs")?,
             inputs: parts.word("inputs")?,
             bits: parts.word("bits")?,
-            codes: parts.bytes("codes")?.data().to_vec(),
+            codes: codes.to_vec(),
             group: parts.word("group")?,
             values,
             scales: parts.numbers("scales")?,
@@ -260,10 +284,14 @@ mod tests {
                     scales: own.clone(),
                     input_order: Some(vec![1, 0, 3, 2]),
                 };
-                assert_eq!(QuantizedWeight::from_tensor(&weight.to_tensor()?)?, weight);
+                assert_eq!(QuantizedWeight::from_tensor(&weight.clone().into_tensor()?)?, weight);
             }
         }
-        assert!(QuantizedWeight::from_tensor(&Tensor::new(&[1u8, 2, 3], &Device::Cpu)?).is_err());
+        let others = [vec![1u8, 2, 3], vec![0; 9], vec![255; 20]];
+        for other in others {
+            let len = other.len();
+            assert!(QuantizedWeight::from_tensor(&Tensor::from_vec(other, len, &Device::Cpu)?).is_err());
+        }
         Ok(())
     }
 }

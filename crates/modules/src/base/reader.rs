@@ -63,17 +63,17 @@ impl<'a> ParameterReader<'a> {
         Ok(Self { vb, op, layout: layout.to_string(), shard: HeadShard::WHOLE, heads: HeadCounts { query: 1, key: 1 } })
     }
 
-    /// Returns a reader of one shard over Candle's sharded builder.
+    /// Returns a reader of one shard.
     ///
     /// # Errors
     /// As [`new`](Self::new).
     pub fn sharded(
         op: &'static str,
         layout: impl ToString,
-        vb: &ShardedVarBuilder<'static>,
+        vb: &'a impl WholeTensors,
         shard: HeadShard,
     ) -> Result<Self> {
-        Ok(Self { shard, ..Self::new(op, layout, whole(vb))? })
+        Ok(Self { shard, ..Self::new(op, layout, vb.whole())? })
     }
 
     /// Sets the numbers of heads of all ranks.
@@ -274,13 +274,27 @@ impl<'a> ParameterReader<'a> {
     }
 }
 
-/// Returns a builder of the same tensors, whole.
-pub fn whole(vb: &ShardedVarBuilder<'static>) -> VarBuilder<'static> {
-    let prefix = vb.prefix();
-    let dtype = vb.dtype();
-    let device = vb.device().clone();
-    let root = VarBuilder::from_backend(Box::new(Whole(vb.root())), dtype, device);
-    if prefix.is_empty() { root } else { root.pp(prefix) }
+/// A builder that ranks read their shards from: Candle's sharded builder, or one of whole tensors, such as that of
+/// `weights::open`, which quantised weights need.
+pub trait WholeTensors {
+    /// Returns a builder of the same tensors, whole.
+    fn whole(&self) -> VarBuilder<'_>;
+}
+
+impl WholeTensors for VarBuilder<'_> {
+    fn whole(&self) -> VarBuilder<'_> {
+        self.clone()
+    }
+}
+
+impl WholeTensors for ShardedVarBuilder<'static> {
+    fn whole(&self) -> VarBuilder<'_> {
+        let prefix = self.prefix();
+        let dtype = self.dtype();
+        let device = self.device().clone();
+        let root = VarBuilder::from_backend(Box::new(Whole(self.root())), dtype, device);
+        if prefix.is_empty() { root } else { root.pp(prefix) }
+    }
 }
 
 /// A backend of whole tensors over a sharded builder.

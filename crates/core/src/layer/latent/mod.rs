@@ -9,7 +9,6 @@ pub use config::MultiHeadLatentAttentionConfig;
 
 use candle_core::{DType, Module, ModuleT, Result, Tensor, bail};
 use candle_nn::VarBuilder;
-use candle_nn::var_builder::ShardedVarBuilder;
 
 use super::LayerOutput;
 use super::forward::{AttendedKeys, PreparedCall};
@@ -25,7 +24,8 @@ use crate::sdpa::{
     WithStatistics, WithWeights,
 };
 use candle_attention_modules::base::{
-    HeadCounts, HeadShard, Heads, ParameterReader, Share, is_addressable, part, reshape_linked, transpose_linked,
+    HeadCounts, HeadShard, Heads, ParameterReader, Share, WholeTensors, is_addressable, part, reshape_linked,
+    transpose_linked,
 };
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{Norm, QkNormKind};
@@ -139,17 +139,14 @@ impl MultiHeadLatentAttention {
         Self::load(cfg, ParameterReader::new(OP, "latent", vb)?)
     }
 
-    /// Loads one rank's shard of a layer, some of its heads, from Candle's sharded builder: tensor parallelism as in
-    /// [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard). Every rank has the whole projections
-    /// that compress tokens, and a whole cache. [`config`](Self::config) returns the config of the shard.
+    /// Loads one rank's shard of a layer, some of its heads, from Candle's sharded builder or one of whole tensors:
+    /// tensor parallelism as in [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard). Every rank
+    /// has the whole projections that compress tokens, and a whole cache. [`config`](Self::config) returns the config of
+    /// the shard.
     ///
     /// # Errors
     /// As [`new`](Self::new), and for more ranks than heads.
-    pub fn load_shard(
-        cfg: &MultiHeadLatentAttentionConfig,
-        shard: HeadShard,
-        vb: &ShardedVarBuilder<'static>,
-    ) -> Result<Self> {
+    pub fn load_shard(cfg: &MultiHeadLatentAttentionConfig, shard: HeadShard, vb: &impl WholeTensors) -> Result<Self> {
         Self::load(cfg, ParameterReader::sharded(OP, "latent", vb, shard)?)
     }
 
