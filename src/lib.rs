@@ -132,7 +132,7 @@ pub mod weights {
     pub use candle_attention_core::weights::{
         DenseNaming, Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout,
     };
-    pub use candle_attention_modules::base::{CodeValues, Float8, GroupNumbers, QuantizedWeight, WholeTensors};
+    pub use candle_attention_modules::base::{CodeValues, Float8, GroupNumbers, WholeTensors};
 }
 
 #[cfg(any(doc, doctest))]

@@ -88,7 +88,9 @@ fn weights(
 }
 
 fn of_layer(layer: &MultiHeadAttention, layout: WeightLayout) -> Result<Weights> {
-    weights(layer.state_dict(layout)?, layout.to_string().contains("conv1d"), |_| Some(4), DType::F32)
+    let name = layout.to_string();
+    let is_transposed = name.contains("conv1d") || name.starts_with("in-out:");
+    weights(layer.state_dict(layout)?, is_transposed, four_bits, DType::F32)
 }
 
 fn config() -> Config {

@@ -4,8 +4,7 @@
 use std::ops::{Deref, Range};
 use std::rc::Rc;
 
-use candle_attention::weights::QuantizedWeight;
-use candle_attention::{HeadShard, PackedLinear};
+use candle_attention::{HeadShard, PackedLinear, QuantizedWeight};
 use candle_core::{Context, DType, Result, Tensor, bail};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder};
 use candle_nn::{Activation, Embedding, VarBuilder};
@@ -184,7 +183,7 @@ impl<'a> Weights<'a> {
     /// Loads a quantised weight (out, in), or this process's shard of it; `None` if the checkpoint has floats, and on a
     /// device whose products read no codes.
     fn codes(&self, sharding: Option<Sharding>) -> Result<Option<QuantizedWeight>> {
-        if !self.device().is_cpu() || self.dtype() != DType::F32 {
+        if !self.device().is_cpu() || self.dtype() == DType::F64 {
             return Ok(None);
         }
         let Some(weight) = QuantizedWeight::of_builder(&self.vb, "weight")? else { return Ok(None) };

@@ -116,8 +116,9 @@ impl SimpleBackend for Backend {
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         if let Some(weight) = Fact::weight_of_codes(name) {
-            return match self.checkpoint.entry(weight) {
-                Some(Entry::Quantized { weight: entry, .. }) => read_quantized(weight, entry)?.into_tensor(),
+            return match (self.checkpoint.entry(weight), self.checkpoint.quantized_at_load(weight)) {
+                (Some(Entry::Quantized { weight: entry, .. }), _) => read_quantized(weight, entry)?.into_tensor(),
+                (_, Some(plain)) => plain.read()?.into_tensor(),
                 _ => bail!("{weight} is not quantised"),
             };
         }
@@ -128,7 +129,10 @@ impl SimpleBackend for Backend {
     fn contains_tensor(&self, name: &str) -> bool {
         let origin = self.checkpoint.origin;
         if let Some(weight) = Fact::weight_of_codes(name) {
-            return matches!(self.checkpoint.entry(weight), Some(Entry::Quantized { weight: own, .. }) if own.shape.len() == 2);
+            return match self.checkpoint.entry(weight) {
+                Some(Entry::Quantized { weight: own, .. }) => own.shape.len() == 2,
+                _ => self.checkpoint.quantized_at_load(weight).is_some(),
+            };
         }
         if let Some(tensor) = Fact::tensor_of_integers(name) {
             return self.checkpoint.has_integers(tensor);

@@ -1,5 +1,6 @@
 //! Files of weights in all formats.
 
+mod at_load;
 mod backend;
 mod infer;
 mod layers;
@@ -34,7 +35,7 @@ use stored::Entry;
 pub(crate) use layers::OF_MLX;
 pub(crate) use stored::one_less;
 
-use candle_attention_modules::base::{ConfigMethod, SCALES, moved_names, root};
+use candle_attention_modules::base::{ConfigMethod, QuantizationFormat, SCALES, moved_names, root};
 
 /// Opens the weights at `path` and returns a builder that converts them to `dtype`: [`Checkpoint::open`] and
 /// [`Checkpoint::var_builder`] in one.
@@ -73,6 +74,8 @@ pub struct Checkpoint {
     config: Value,
     /// The library that wrote the files.
     origin: Origin,
+    /// The format in which plain weights of linear layers are read.
+    quantization: Option<QuantizationFormat>,
 }
 
 /// The files that a folder may have, in the order in which they are looked for.
@@ -157,7 +160,7 @@ impl Checkpoint {
         };
         let origin = mlx::undo(&mut entries, &files_of_mlx, &config);
         join_quantized(&mut entries, &config, &metadata);
-        Ok(Self { entries: Arc::new(entries), safetensors, config, origin })
+        Ok(Self { entries: Arc::new(entries), safetensors, config, origin, quantization: None })
     }
 
     /// Returns a builder at the root of the checkpoint, which reads each tensor from its file when a layer requests it.

@@ -1,6 +1,7 @@
 //! A tensor in a file: its offset and dtype, and how it is read.
 
 use std::io::{Cursor, Read};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -137,6 +138,20 @@ impl StoredTensor {
         }
         let result = if self.is_one_more { one_less(&result)? } else { result };
         result.reshape(self.shape.as_slice())
+    }
+
+    /// Returns some rows of a matrix; `None` for a tensor that is no matrix, or has gaps between its elements.
+    pub(super) fn rows(&self, rows: Range<usize>) -> Option<Self> {
+        let &[_, columns] = self.shape.as_slice() else { return None };
+        if self.strides.is_some() {
+            return None;
+        }
+        Some(Self {
+            shape: vec![rows.len(), columns],
+            start: self.start + (rows.start * columns * self.dtype.size_in_bytes()) as u64,
+            storage_len: rows.len() * columns,
+            ..self.clone()
+        })
     }
 
     /// Returns a reader of the elements in row-major order, without gaps.

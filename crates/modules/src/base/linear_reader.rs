@@ -12,14 +12,11 @@ use super::spec::{NO_BIAS, ParameterSpec};
 
 impl ParameterReader<'_> {
     /// Returns the codes of a quantised weight (out, in), or this rank's share of them; `None` where the builder has
-    /// floats, and on a device whose products read no codes.
+    /// floats.
     ///
     /// # Errors
     /// For a weight of another shape, one that cannot be read, and a share of the inputs that is not whole groups.
     pub fn read_codes(&self, spec: &ParameterSpec) -> Result<Option<QuantizedWeight>> {
-        if !self.vb.device().is_cpu() {
-            return Ok(None);
-        }
         let stored = &stored_name(&self.vb, &spec.stored);
         let expected = Shape::from(spec.shape.as_slice());
         let explain = |error| self.explain(stored, &expected, error);

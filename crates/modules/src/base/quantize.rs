@@ -59,6 +59,18 @@ pub enum QuantizationFormat {
     Nf4,
 }
 
+impl QuantizationFormat {
+    /// Returns the neighbouring inputs that share a scale, of a weight with some inputs.
+    #[must_use]
+    pub fn group(self, inputs: usize) -> usize {
+        match self {
+            Self::Int8 => inputs.max(1),
+            Self::Int4 { group } => group,
+            Self::Nf4 => NF4_GROUP,
+        }
+    }
+}
+
 impl QuantizedWeight {
     /// Quantises a weight (out, in) in f32, bf16, f16 or f64. Numbers are rounded to the nearest that the format has.
     ///
@@ -68,14 +80,12 @@ impl QuantizedWeight {
     pub fn quantize(weight: &Tensor, format: QuantizationFormat) -> Result<Self> {
         Expect::one(OP, "weight", weight).shape(&["out", "in"].map(Dim::Any))?.float("")?;
         let (outputs, inputs) = weight.dims2()?;
-        let group = match format {
-            QuantizationFormat::Int8 => inputs.max(1),
-            QuantizationFormat::Int4 { group } if !matches!(group, 32 | 64 | 128) => {
-                bail!("[{OP}] expected groups of 32, 64 or 128 inputs, found {group}")
-            }
-            QuantizationFormat::Int4 { group } => group,
-            QuantizationFormat::Nf4 => NF4_GROUP,
-        };
+        let group = format.group(inputs);
+        if let QuantizationFormat::Int4 { .. } = format
+            && !matches!(group, 32 | 64 | 128)
+        {
+            bail!("[{OP}] expected groups of 32, 64 or 128 inputs, found {group}")
+        }
         if !inputs.is_multiple_of(group) {
             bail!("[{OP}] expected inputs in groups of {group}, found a weight of shape {:?}", (outputs, inputs))
         }

@@ -1,6 +1,6 @@
 //! Packed layers of the weights of a builder, floats or codes.
 
-use candle_core::{DType, Error, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use super::{OP, PackedLinear};
@@ -18,20 +18,20 @@ impl TryFrom<WeightAndBias> for PackedLinear {
             Some(bias) => Some(bias.tensor()?),
             None => None,
         };
-        of_codes(&weight, bias.as_ref(), rows.weight.dtype())
+        of_codes(&weight, bias.as_ref(), rows.weight.dtype(), rows.weight.first().device())
     }
 }
 
-/// Packs a quantised weight for inputs in a dtype. The bias is in the same dtype.
-fn of_codes(weight: &QuantizedWeight, bias: Option<&Tensor>, dtype: DType) -> Result<PackedLinear> {
-    match dtype {
-        DType::F32 | DType::BF16 | DType::F16 => Ok(PackedLinear::from_quantized(weight, bias)?.with_dtype(dtype)),
-        _ => PackedLinear::new(&weight.dequantize()?.to_dtype(dtype)?, bias),
+/// Packs a quantised weight for inputs in a dtype on a device. The bias is in the same dtype.
+fn of_codes(weight: &QuantizedWeight, bias: Option<&Tensor>, dtype: DType, device: &Device) -> Result<PackedLinear> {
+    if !device.is_cpu() || dtype == DType::F64 {
+        return PackedLinear::new(&weight.dequantize()?.to_dtype(dtype)?.to_device(device)?, bias);
+    }
+    Ok(PackedLinear::from_quantized(weight, bias)?.with_dtype(dtype))
     }
 }
 
-/// Packs the quantised weight of a builder with its bias; `None` where the builder has floats, and on a device whose
-/// products read no codes.
+/// Packs the quantised weight of a builder with its bias; `None` where the builder has floats.
 ///
 /// # Errors
 /// For missing or misshapen tensors.
@@ -41,9 +41,6 @@ pub(super) fn codes_of_builder(
     has_bias: bool,
     vb: &VarBuilder,
 ) -> Result<Option<PackedLinear>> {
-    if !vb.device().is_cpu() {
-        return Ok(None);
-    }
     let Some(weight) = QuantizedWeight::of_builder(vb, "weight")? else { return Ok(None) };
     if (weight.outputs, weight.inputs) != (outputs, inputs) {
         bail!(
@@ -54,5 +51,5 @@ pub(super) fn codes_of_builder(
         )
     }
     let bias = if has_bias { Some(vb.get(outputs, "bias")?) } else { None };
-    of_codes(&weight, bias.as_ref(), vb.dtype()).map(Some)
+    of_codes(&weight, bias.as_ref(), vb.dtype(), vb.device()).map(Some)
 }
