@@ -3,6 +3,8 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
+use candle_attention::QuantizationFormat;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Parser};
 
 use crate::common::ModelArgs;
@@ -46,6 +48,11 @@ pub struct Args {
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 
+    /// Quantises the plain weights of linear layers as they are read: 8 bits with a scale for each output, 4 bits with a
+    /// scale and a minimum for each group of 32, 64 or 128 inputs, or NF4
+    #[arg(long, value_name = "FORMAT", value_parser = quantization())]
+    pub quantize: Option<QuantizationFormat>,
+
     /// The type of cached keys and values [default: the type of the activations]. q8 stores 8 bits and a scale for each
     /// row. States of linear attention are f32
     #[arg(long, value_name = "TYPE", value_parser = ["f32", "bf16", "f16", "q8"])]
@@ -64,6 +71,17 @@ pub struct Ids(pub Vec<u32>);
 fn ids(text: &str) -> Result<Ids, String> {
     let id = |id: &str| id.trim().parse().map_err(|_| format!("{id:?} is no token id"));
     text.split(',').map(id).collect::<Result<_, _>>().map(Ids)
+}
+
+/// Returns the parser of a format of quantised weights.
+fn quantization() -> impl TypedValueParser<Value = QuantizationFormat> {
+    PossibleValuesParser::new(["int8", "int4-32", "int4-64", "int4-128", "nf4"]).map(|name| match name.as_str() {
+        "int8" => QuantizationFormat::Int8,
+        "int4-32" => QuantizationFormat::Int4 { group: 32 },
+        "int4-64" => QuantizationFormat::Int4 { group: 64 },
+        "int4-128" => QuantizationFormat::Int4 { group: 128 },
+        _ => QuantizationFormat::Nf4, // the one other name
+    })
 }
 
 fn temperature(text: &str) -> Result<f64, String> {

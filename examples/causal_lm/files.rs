@@ -28,6 +28,9 @@ impl Files {
                      --dtype"
                 )
             }
+            Some(path) if path.is_file() && args.quantize.is_some() => {
+                bail!("[causal_lm] a GGUF file has its own types of weights, expected no --quantize")
+            }
             Some(path) if path.is_file() => Ok(Self::Gguf(Gguf::open(path, device)?)),
             _ => args.model.folder(&["generation_config.json"]).map(Self::Folder),
         }
@@ -65,12 +68,16 @@ impl Files {
     }
 
     /// Opens the weights; each of several `ranks` reads its shard.
-    pub fn weights(&self, dtype: DType, device: &Device, ranks: Option<Rc<dyn Ranks>>) -> Result<Weights<'_>> {
+    pub fn weights(&self, args: &Args, device: &Device, ranks: Option<Rc<dyn Ranks>>) -> Result<Weights<'_>> {
+        let dtype = args.model.dtype;
         let ranks = ranks.filter(|ranks| ranks.shard().world_size() > 1);
         let mut vb = None;
         let weights: Weights = match self {
             Self::Folder(folder) => {
-                let checkpoint = Checkpoint::open(folder)?;
+                let mut checkpoint = Checkpoint::open(folder)?;
+                if let Some(format) = args.quantize {
+                    checkpoint = checkpoint.with_quantization(format)?;
+                }
                 if ranks.is_some() {
                     let files = checkpoint.safetensors();
                     if files.is_empty() {

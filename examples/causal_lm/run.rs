@@ -26,7 +26,7 @@ pub fn run(args: &Args, device: Device, ranks: Option<Rc<dyn Ranks>>) -> Result<
     };
     let json = files.config()?;
     let writes = ranks.as_ref().is_none_or(|ranks| ranks.shard().rank() == 0);
-    let weights = files.weights(args.model.dtype, &device, ranks)?;
+    let weights = files.weights(args, &device, ranks)?;
     let model = with_bar("loading", "blocks", |loaded| CausalLm::load(&json, weights, loaded))?;
 
     if let Some(path) = &args.logits {

@@ -5,13 +5,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_attention::weights::{self, Checkpoint};
+use candle_attention::{QuantizationFormat, QuantizedWeight};
 use candle_core::{D, DType, Device, Result, Tensor, safetensors};
 use candle_nn::VarBuilder;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::common::{assert_near, listed, read_json, recorded, spelled};
+use crate::common::{assert_near, error_text, listed, read_json, recorded, relative_error, spelled};
 use crate::decoder::CausalLm;
 use crate::process;
 
@@ -166,5 +167,43 @@ fn causal_lm_generates_the_tokens_of_dequantized_weights() -> Result<()> {
     let checkpoint = process::Checkpoint { example: "causal_lm", path: model.folder.clone() };
     let printed = checkpoint.printed(&["--ids", &spelled(&IDS), "--max-tokens", "5"]);
     assert_eq!(printed.trim(), spelled(&ids[IDS.len()..]));
+    Ok(())
+}
+
+/// Compares with the same codes as plain numbers, from a file in bf16 whose rows are read in one block.
+#[test]
+fn plain_weights_that_are_quantized_at_load_match_their_dequantized_codes() -> Result<()> {
+    let model = model(&recorded("weights/quantized/mlx_whole_4_bits"))?;
+    let vb = model.dequantized()?;
+    let mut stored = HashMap::new();
+    for (name, shape) in Checkpoint::open(&model.folder)?.shapes() {
+        stored.insert(name.to_string(), vb.get(shape, name)?.to_dtype(DType::BF16)?);
+    }
+    let folder = tempfile::tempdir()?;
+    safetensors::save(&stored, folder.path().join("model.safetensors"))?;
+    let config = model.plain_config();
+    let plain = Checkpoint::open(folder.path())?;
+    for format in [QuantizationFormat::Int8, QuantizationFormat::Int4 { group: 32 }, QuantizationFormat::Nf4] {
+        let quantized = plain.clone().with_quantization(format)?.var_builder(DType::F32, &Device::Cpu)?;
+        let own = logits(&CausalLm::load(&config, quantized, |_, _| {})?, &IDS)?;
+        let mut numbers = HashMap::new();
+        for (name, tensor) in &stored {
+            let wide = tensor.to_dtype(DType::F32)?;
+            let number = if wide.rank() == 2 { QuantizedWeight::quantize(&wide, format)?.dequantize()? } else { wide };
+            numbers.insert(name.clone(), number);
+        }
+        let expected = CausalLm::load(&config, VarBuilder::from_tensors(numbers, DType::F32, &Device::Cpu), |_, _| {})?;
+        let expected = logits(&expected, &IDS)?;
+        assert_near(&own, &expected, 1e-5, &format!("{format:?}"));
+        // They are other numbers than the plain weights'.
+        let float = plain.var_builder(DType::F32, &Device::Cpu)?;
+        let float = logits(&CausalLm::load(&config, float, |_, _| {})?, &IDS)?;
+        assert!(relative_error(&own, &float) > 1e-4, "{format:?}");
+    }
+    let error = error_text(plain.with_quantization(QuantizationFormat::Int4 { group: 128 }));
+    assert!(error.contains("no weight of the checkpoint has floats and inputs in whole groups"), "{error}");
+    let twice = Checkpoint::open(&model.folder)?.with_quantization(QuantizationFormat::Int8);
+    let error = error_text(twice);
+    assert!(error.contains("is quantised already, expected a checkpoint of plain weights"), "{error}");
     Ok(())
 }

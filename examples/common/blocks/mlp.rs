@@ -115,7 +115,7 @@ impl Experts {
         }
         let mut shared_gate = None;
         if let Some(name) = weights.first(&["shared_expert_gate"]) {
-            shared_gate = Some(weights.pp(name).linear(None)?);
+            shared_gate = Some(weights.pp(name).plain_linear()?);
         }
         Ok(Self { router, experts, shared, shared_gate })
     }
@@ -158,7 +158,7 @@ impl Experts {
 
 impl Router {
     fn read(mixture: &Mixture, json: &Value, weights: &Weights) -> Result<Self> {
-        let linear = weights.linear(None)?;
+        let linear = weights.plain_linear()?;
         let mut correction = None;
         if weights.contains_tensor("e_score_correction_bias") {
             let bias = weights.get_unchecked_dtype("e_score_correction_bias", DType::F32)?;

@@ -154,6 +154,13 @@ impl<'a> Weights<'a> {
         }
     }
 
+    /// Loads a weight (out, in) that is never quantised here, such as that of a router, and the bias if the checkpoint
+    /// has one.
+    pub fn plain_linear(&self) -> Result<PackedLinear> {
+        let weight = self.get_unchecked("weight")?;
+        PackedLinear::new(&weight, self.bias(weight.dim(0)?, None)?.as_ref())
+    }
+
     /// Loads a weight like [`linear`](Self::linear) that may be stored as (in, out).
     pub fn linear_stored(&self, sharding: Option<Sharding>, is_transposed: bool) -> Result<PackedLinear> {
         if let Some(codes) = self.codes(sharding)? {

@@ -28,13 +28,17 @@ impl Checkpoint {
     /// ```
     ///
     /// # Errors
-    /// For a checkpoint with quantised weights.
+    /// For a checkpoint with quantised weights, and one without a weight whose inputs are whole groups.
     pub fn with_quantization(self, format: QuantizationFormat) -> Result<Self> {
         let is_quantized = |entry: &Entry| matches!(entry, Entry::Quantized { .. });
         if let Some((name, _)) = self.entries.iter().find(|(_, entry)| is_quantized(entry)) {
             bail!("[weights] {name} is quantised already, expected a checkpoint of plain weights")
         }
-        Ok(Self { quantization: Some(format), ..self })
+        let own = Self { quantization: Some(format), ..self };
+        if !own.entries.keys().any(|name| own.quantized_at_load(name).is_some()) {
+            bail!("[weights] no weight of the checkpoint has floats and inputs in whole groups of {format:?}")
+        }
+        Ok(own)
     }
 
     /// Returns the plain weight of a linear layer that is quantised when it is read.

@@ -387,6 +387,7 @@ impl QuantizedWeight {
     pub fn join(all: &[&Self]) -> Option<Self> {
         let (first, rest) = all.split_first()?;
         let mut joined = (*first).clone();
+        joined.codes.reserve_exact(rest.iter().map(|next| next.codes.len()).sum());
         for next in rest {
             let is_alike = joined.inputs == next.inputs
                 && joined.bits == next.bits

@@ -28,7 +28,6 @@ fn of_codes(weight: &QuantizedWeight, bias: Option<&Tensor>, dtype: DType, devic
         return PackedLinear::new(&weight.dequantize()?.to_dtype(dtype)?.to_device(device)?, bias);
     }
     Ok(PackedLinear::from_quantized(weight, bias)?.with_dtype(dtype))
-    }
 }
 
 /// Packs the quantised weight of a builder with its bias; `None` where the builder has floats.
