@@ -48,8 +48,8 @@ pub struct Args {
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 
-    /// Quantises the plain weights of linear layers as they are read: 8 bits with a scale for each output, 4 bits with a
-    /// scale and a minimum for each group of 32, 64 or 128 inputs, or NF4
+    /// Quantises plain weights as they are read: to 8 bits with a scale for each output, to 4 bits with a scale and a
+    /// minimum for each group of 32, 64 or 128 inputs, or to NF4
     #[arg(long, value_name = "FORMAT", value_parser = quantization())]
     pub quantize: Option<QuantizationFormat>,
 

@@ -12,8 +12,8 @@ const CHUNK: usize = 1 << 22;
 
 impl Checkpoint {
     /// Quantises the plain weights of linear layers when a layer reads them: a smaller model, without another tool and
-    /// without a second copy. Layers multiply the codes; biases, norms, and matrices whose inputs are not whole groups of
-    /// the format stay as they are, as do weights that are read as tensors.
+    /// without a second copy. Layers multiply the codes. Biases, norms, and matrices whose inputs are not whole groups
+    /// of the format stay as they are, as do weights that are read as tensors.
     ///
     /// ```no_run
     /// use candle_attention::weights::Checkpoint;

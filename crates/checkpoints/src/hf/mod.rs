@@ -110,7 +110,8 @@ pub fn load_cross_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resul
 }
 
 /// Loads one rank's heads of a layer's attention, from a `config.json` and a builder at the model's root: Candle's
-/// sharded builder, or one of whole tensors. Layers count from 0. [`MultiHeadAttention::load_shard`] describes the result.
+/// sharded builder, or one of whole tensors. Layers count from 0. [`MultiHeadAttention::load_shard`] describes the
+/// result.
 ///
 /// # Errors
 /// As [`load_attention`] and [`MultiHeadAttention::load_shard`].

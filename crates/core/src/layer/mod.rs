@@ -150,8 +150,8 @@ impl MultiHeadAttention {
         Self::build(cfg, source, |_| Ok(projections))
     }
 
-    /// Loads one rank's shard of a layer, some of its heads, from weights in any layout: tensor parallelism. The builder
-    /// is Candle's sharded one, or one of whole tensors, as quantised weights need.
+    /// Loads one rank's shard of a layer, some of its heads, from weights in any layout: tensor parallelism. The
+    /// builder is Candle's sharded one, or one of whole tensors, as quantised weights need.
     ///
     /// The outputs of all ranks sum to the output of the whole layer. After each call the caller adds them, by NCCL
     /// through `cudarc` for example, as Candle's own multi-process Llama does. Rank 0 has the bias of the output

@@ -74,8 +74,8 @@ impl FusedTensor {
         parameters.map(|(parameter, part)| parameter.narrow(own_rows(part, reader))).collect()
     }
 
-    /// Returns this rank's rows of each projection in a quantised weight; `None` where the builder has floats, and where
-    /// heads have another order than in this crate.
+    /// Returns this rank's rows of each projection in a quantised weight; `None` where the builder has floats, and
+    /// where heads have another order than in this crate.
     fn read_codes(&self, reader: &ParameterReader) -> Result<Option<Vec<Parameter>>> {
         let &[first, second] = self.spec.shape.as_slice() else { return Ok(None) };
         // The weight of a quantised layer is (out, in), also of a layer whose plain weight is (in, out).

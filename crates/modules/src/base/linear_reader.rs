@@ -34,8 +34,8 @@ impl ParameterReader<'_> {
         part.map(Some).map_err(explain)
     }
 
-    /// Returns `name.weight` of shape (out, in), floats or codes, and `name.bias` (out,) if `has_bias`. Where heads divide one of the
-    /// two dimensions, they are this rank's shard.
+    /// Returns `name.weight` of shape (out, in), floats or codes, and `name.bias` (out,) if `has_bias`. Where heads
+    /// divide one of the two dimensions, they are this rank's shard.
     ///
     /// # Errors
     /// As [`read_requested`](Self::read_requested) and [`read_codes`](Self::read_codes).
