@@ -6,6 +6,7 @@ use std::io::{Cursor, Read};
 use std::sync::Arc;
 
 use candle_attention::gguf::{self, LinearShard};
+use candle_attention::weights;
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Module, Result, Tensor};
@@ -53,6 +54,12 @@ fn gguf_linear_layers_of_every_type_have_the_recorded_weights() -> Result<()> {
         assert_eq!(first.flatten_all()?.to_vec1::<f32>()?, expected.to_vec1::<f32>()?, "{name}, the first output");
     }
     Ok(())
+}
+
+#[test]
+fn gguf_file_as_weights_is_an_error_that_names_the_call() {
+    let error = error_text(weights::open(recorded(FILE), DType::F32, &DEVICE));
+    assert!(error.ends_with("gguf_types.gguf is a GGUF file, expected a call of `gguf::open`"), "{error}");
 }
 
 #[test]

@@ -167,7 +167,7 @@ def raw():
     return {
         "model": "gemma4", "tokens": tokens, "token_type": types, "merges": [" ".join(merge) for merge in kept],
         "scores": [0.0] * len(tokens), "bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3,
-        "add_bos_token": True,
+        "add_bos_token": False,
     }  # fmt: skip
 
 

@@ -313,6 +313,9 @@ fn starts_like_a_zip(file: &Path) -> Result<bool> {
     std::fs::File::open(file)
         .and_then(|open| open.take(9).read_to_end(&mut head))
         .map_err(|error| cannot_read(file, &error.into()))?;
+    if head.starts_with(b"GGUF") {
+        bail!("[weights] {} is a GGUF file, expected a call of `gguf::open`", file.display())
+    }
     if head.get(8) == Some(&b'{') {
         return Ok(false);
     }

@@ -62,5 +62,7 @@ fn by_division(metadata: &Metadata, pieces: &Pieces, division: &Division) -> Res
         "decoder": decoder,
         "model": model,
     });
-    Ok(Base { adds_bos: division.adds_bos, ..Base::new(tokenizer) })
+    // Files of Gemma 4 say that texts have no first token, which llama.cpp corrects.
+    let always_adds_bos = division.adds_bos && division.is_raw;
+    Ok(Base { adds_bos: division.adds_bos, always_adds_bos, ..Base::new(tokenizer) })
 }

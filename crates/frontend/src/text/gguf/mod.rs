@@ -96,6 +96,8 @@ struct Base {
     tokenizer: Value,
     /// Whether a text begins with a special token unless the file says otherwise.
     adds_bos: bool,
+    /// Whether a text begins with a special token in spite of the file.
+    always_adds_bos: bool,
     /// Whether a text ends with a special token unless the file says otherwise.
     adds_eos: bool,
     /// Whether the first text of a pair ends with the special token too.
@@ -106,7 +108,14 @@ struct Base {
 
 impl Base {
     fn new(tokenizer: Value) -> Self {
-        Self { tokenizer, adds_bos: false, adds_eos: false, separates_pairs: false, is_bert: false }
+        Self {
+            tokenizer,
+            adds_bos: false,
+            always_adds_bos: false,
+            adds_eos: false,
+            separates_pairs: false,
+            is_bert: false,
+        }
     }
 }
 
@@ -129,7 +138,7 @@ impl<'a> Frame<'a> {
             if base.is_bert { ("seperator", Some(101), Some(102)) } else { ("eos", None, None) };
         let end_flag = if base.is_bert { "add_sep_token" } else { "add_eos_token" };
         let mut frame = Self { begin: None, end: None };
-        if metadata.flag("add_bos_token", base.adds_bos)? {
+        if metadata.flag("add_bos_token", base.adds_bos)? || base.always_adds_bos {
             frame.begin = Some(Special::read(metadata, pieces, "bos_token_id", begin_id)?);
         }
         if metadata.flag(end_flag, base.adds_eos)? {
