@@ -95,7 +95,7 @@ fn awq_with_misfit_tensors_is_an_error() -> Result<()> {
     for (config, expected) in [
         (r#"{"quantization_config": {"quant_method": "awq", "version": "gemv_fast"}}"#, "\"gemv_fast\" of AWQ"),
         (r#"{"quantization_config": {"quant_method": "awq", "backend": "llm-awq"}}"#, "\"llm-awq\" of AWQ"),
-        (r#"{"quantization_config": {"quant_method": "awq", "bits": 7}}"#, "expected codes of 7 bits"),
+        (r#"{"quantization_config": {"quant_method": "awq", "bits": 9}}"#, "expected codes of 9 bits"),
         (r#"{"quantization_config": {"quant_method": "awq", "version": "gemv"}}"#, "`qweight` (out, in · bits / 32)"),
     ] {
         let other = awq(config);
@@ -224,4 +224,66 @@ fn compressed_bytes_with_misfit_tensors_are_an_error() -> Result<()> {
         assert_fault(layer.read_with(&part(name, dtype, shape)), expected);
     }
     Ok(())
+}
+
+/// Whole numbers that are the same in each run (xorshift).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 as usize % limit
+    }
+
+    /// Returns a tensor of another dtype, shape or content.
+    fn changed(&mut self, part: &Part) -> Part {
+        const DTYPES: [Dtype; 8] =
+            [Dtype::I32, Dtype::I64, Dtype::I8, Dtype::U8, Dtype::F16, Dtype::F32, Dtype::F8_E4M3, Dtype::F8_E8M0];
+        let mut shape = part.shape.clone();
+        let mut dtype = part.dtype;
+        match self.below(3) {
+            0 => dtype = DTYPES[self.below(DTYPES.len())],
+            1 => shape = (0..self.below(4)).map(|_| [0, 1, 2, 3, 8, 64][self.below(6)]).collect(),
+            _ => {}
+        }
+        let len = shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        let bytes = (0..len).map(|_| self.below(256) as u8 & [0, 1, 255][self.below(3)]).collect();
+        Part { name: part.name, dtype, shape, bytes }
+    }
+}
+
+#[test]
+fn random_tensors_of_packed_layers_are_read_or_errors() {
+    let gemv = Layer {
+        config: r#"{"quantization_config": {"quant_method": "awq", "version": "gemv", "group_size": 32}}"#,
+        parts: vec![
+            part("qweight", Dtype::I32, &[2, 8]),
+            part("qzeros", Dtype::I32, &[2, 1]),
+            part("scales", Dtype::F16, &[2, 8]),
+        ],
+        metadata: None,
+    };
+    let layers = [
+        gptq(r#"{"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}"#),
+        gptq(r#"{"quantization_config": {"quant_method": "gptq", "bits": 3, "checkpoint_format": "gptq_p"}}"#),
+        awq(r#"{"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}"#),
+        gemv,
+        words(FOUR_BITS),
+    ];
+    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    let [mut read, mut refused] = [0, 0];
+    for layer in &layers {
+        for _ in 0..60 {
+            let mut parts = layer.parts.clone();
+            let index = random.below(parts.len());
+            parts[index] = random.changed(&parts[index]);
+            match layer.read(&parts) {
+                Ok(()) => read += 1,
+                Err(_) => refused += 1,
+            }
+        }
+    }
+    assert!(read > 20 && refused > 100, "{read} were read, {refused} refused");
 }

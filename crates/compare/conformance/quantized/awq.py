@@ -49,7 +49,7 @@ def write(name, seed, group_size, **options):
         settings["meta"] = {"quantizer": settings["meta"]["quantizer"]}
         common.write_config(name, own)
         shutil.copy(f"{saved}/model.safetensors", common.folder(name))
-        common.write_want(name, dequantized(load_file(f"{saved}/model.safetensors"), 4, group_size))
+        common.write_want(name, dequantized(load_file(f"{saved}/model.safetensors"), options["bits"], group_size))
 
 
 def write_gemv(name, seed, group_size):
@@ -83,4 +83,5 @@ def write_gemv(name, seed, group_size):
 
 
 write("awq_gemm", 11, 32)
+write("awq_gemm_3_bits", 13, 32, bits=3)
 write_gemv("awq_gemv", 12, 64)

@@ -59,7 +59,7 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
     let bits = number(["bits", "w_bit"]).unwrap_or(4);
     let group = number(["group_size", "q_group_size"]);
     let format: Option<(Sizes, Arc<dyn Format>)> = match packing {
-        _ if !are_words || !matches!(bits, 2..=6 | 8) => None,
+        _ if !are_words || !matches!(bits, 2..=8) => None,
         Packing::AwqGemm => gemm(codes, zeros, scales, bits).map(|sizes| (sizes, Arc::new(Gemm(sizes)) as _)),
         _ => gemv(codes, zeros, scales, bits, group).map(|sizes| {
             let format: Arc<dyn Format> = Arc::new(Gemv { sizes, columns: scales[1] });
@@ -137,6 +137,8 @@ impl Sizes {
     fn weight(self, codes: Vec<u8>, zeros: GroupNumbers, scales: GroupNumbers) -> QuantizedWeight {
         let Self { outputs, inputs, bits, group } = self;
         let values = CodeValues::Zeros(zeros);
+        // A code of 7 bits is one of 8.
+        let bits = if bits == 7 { 8 } else { bits };
         QuantizedWeight { outputs, inputs, bits, codes, group, values, scales, input_order: None }
     }
 }
