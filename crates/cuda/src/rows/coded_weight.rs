@@ -322,11 +322,11 @@ impl Planes {
         let mask = 0x0101_0101 * ((1u32 << bits) - 1);
         let mut words = vec![0u32; codes.outputs * words_of_row];
         for (row, to) in codes.codes.chunks_exact(codes.inputs).zip(words.chunks_exact_mut(words_of_row)) {
-            for (number, (codes, words)) in row.chunks(self.chunk).zip(to.chunks_exact_mut(words_of_chunk)).enumerate()
-            {
+            let chunks = row.chunks(self.chunk).zip(to.chunks_exact_mut(words_of_chunk));
+            for (number, (columns, plane)) in chunks.enumerate() {
                 for position in 0..self.chunk / QUARTET {
-                    let quartet = quartet(codes, self.first_column(number, position));
-                    words[position * bits / 8] |= (quartet >> shift & mask) << (position % (8 / bits) * bits);
+                    let quartet = quartet(columns, self.first_column(number, position));
+                    plane[position * bits / 8] |= (quartet >> shift & mask) << (position % (8 / bits) * bits);
                 }
             }
         }
