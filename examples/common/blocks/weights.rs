@@ -165,7 +165,7 @@ impl<'a> Weights<'a> {
     pub fn linear_stored(&self, sharding: Option<Sharding>, is_transposed: bool) -> Result<PackedLinear> {
         if let Some(codes) = self.codes(sharding)? {
             let bias = self.bias(codes.outputs, sharding)?;
-            return PackedLinear::from_quantized(&codes, bias.as_ref());
+            return PackedLinear::from_quantized_on(&codes, bias.as_ref(), self.dtype(), self.device());
         }
         let stored = match sharding {
             Some(of) if is_transposed => self.sharded("weight", Sharding { dim: 1 - of.dim, ..of })?,
@@ -190,7 +190,7 @@ impl<'a> Weights<'a> {
     /// Loads a quantised weight (out, in), or this process's shard of it; `None` if the checkpoint has floats, and on a
     /// device whose products read no codes.
     fn codes(&self, sharding: Option<Sharding>) -> Result<Option<QuantizedWeight>> {
-        if !self.device().is_cpu() || self.dtype() == DType::F64 {
+        if !PackedLinear::multiplies_codes_on(self.device()) || self.dtype() == DType::F64 {
             return Ok(None);
         }
         let Some(weight) = QuantizedWeight::of_builder(&self.vb, "weight")? else { return Ok(None) };

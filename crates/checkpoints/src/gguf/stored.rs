@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use candle_core::quantized::{QStorage, QTensor};
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 use candle_attention_modules::ggml::{GgmlType, Numbers};
 use candle_attention_modules::linear::PackedLinear;
@@ -47,6 +47,12 @@ impl StoredTensor {
 
     /// Packs a weight (out, in) with a bias (out,) in f32.
     pub fn pack(self, bias: Option<&Tensor>, device: &Device) -> Result<PackedLinear> {
+        if device.is_cuda() && self.kind.block > 1 && PackedLinear::multiplies_codes_on(device) {
+            // The codes are put into the order of the kernels here, not copied to the device and back first.
+            if let Numbers::Codes(weight) = self.kind.read(&self.data, self.rows(), self.columns())? {
+                return PackedLinear::from_quantized_on(&weight, bias, DType::F32, device);
+            }
+        }
         match self.in_candle(device)? {
             Some(quantized) => {
                 drop(self);

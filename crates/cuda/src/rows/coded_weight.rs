@@ -96,6 +96,10 @@ impl CodedWeight {
         if codes.codes.len() != outputs * inputs {
             bail!("[{OP}] expected {outputs} by {inputs} codes, found {}", codes.codes.len())
         }
+        let largest = codes.codes.iter().max().copied().unwrap_or(0);
+        if bits < 8 && largest >> bits > 0 {
+            bail!("[{OP}] expected codes of {bits} bits, found {largest}")
+        }
         let groups = inputs / group;
         scales.check("scales", outputs, groups)?;
         match &values {

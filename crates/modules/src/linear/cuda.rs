@@ -1,43 +1,54 @@
 //! Linear layers with few rows by their CUDA kernel. Nothing is tracked for gradients.
 
-use candle_attention_cuda::{Activation, LinearParameters, LinearRowsCall};
-use candle_core::{Result, Shape, Tensor};
+use candle_attention_cuda::{Activation, LinearCodesCall, LinearParameters, LinearRowsCall};
+use candle_core::{DType, Result, Shape, Tensor};
 
 use super::OP;
 use super::matrix::contiguous;
 use crate::base::record;
 
-/// A linear layer of few rows that the kernel supports, in the form that it reads.
+/// A linear layer of few rows that a kernel supports, in the form that it reads.
 pub(super) struct CudaRows {
-    kernel: LinearRowsCall,
+    pub(super) kernel: RowsKernel,
     /// (.., out).
-    shape: Shape,
+    pub(super) shape: Shape,
 }
 
-/// The operations that follow a product in the same pass.
+/// The kernel of a linear layer of few rows, with its arguments.
+pub(super) enum RowsKernel {
+    /// With weights in the dtype of the inputs.
+    Elements(Box<LinearRowsCall>),
+    /// With weights of codes.
+    Codes(Box<LinearCodesCall>),
+}
+
+/// The operations that follow the products in the same pass.
 #[derive(Default)]
-pub(super) struct CudaEpilogue<'a> {
+pub(super) struct RowsEpilogue<'a> {
     pub activation: Option<Activation>,
-    /// The layer whose outputs multiply the activated outputs.
-    pub up: Option<LinearParameters>,
     /// The tensor (.., out) that is added.
     pub residual: Option<&'a Tensor>,
 }
 
 impl CudaRows {
-    /// Returns the layer for inputs (.., in) that fit the weight; `None` if the kernel does not support it, as for many
-    /// rows, or if gradients are tracked.
-    pub fn plan(xs: &Tensor, linear: LinearParameters, epilogue: CudaEpilogue) -> Option<Self> {
-        let CudaEpilogue { activation, up, residual } = epilogue;
+    /// Returns the layer for inputs (.., in) that fit the weight, and for another one whose outputs multiply the
+    /// activated outputs; `None` if the kernel does not support it, as for many rows, or if gradients are tracked.
+    pub fn plan(
+        xs: &Tensor,
+        linear: LinearParameters,
+        up: Option<LinearParameters>,
+        epilogue: RowsEpilogue,
+    ) -> Option<Self> {
+        let RowsEpilogue { activation, residual } = epilogue;
         let (outputs, width) = linear.weight.dims2().ok()?;
         let rows = xs.elem_count().checked_div(width)?;
-        if rows > LinearRowsCall::MAX_ROWS || !is_constant(&linear, xs) {
+        if rows > LinearRowsCall::MAX_ROWS || !has_constants(&linear, xs) {
             return None;
         }
-        if up.as_ref().is_some_and(|up| !is_constant(up, xs)) {
+        if up.as_ref().is_some_and(|up| !has_constants(up, xs)) {
             return None;
         }
-        if xs.track_op() || residual.is_some_and(|residual| residual.track_op() || residual.dtype() != xs.dtype()) {
+        if xs.track_op() || residual.is_some_and(|residual| !is_constant(residual, xs.dtype())) {
             return None;
         }
         let residual = match residual {
@@ -48,19 +59,28 @@ impl CudaRows {
         let xs = contiguous("input", xs).ok()?.reshape((rows, width)).ok()?;
         let kernel = LinearRowsCall { xs, linear, activation, up, residual };
         kernel.plan().ok()?;
-        Some(Self { kernel, shape: shape.into() })
+        Some(Self { kernel: RowsKernel::Elements(kernel.into()), shape: shape.into() })
     }
 
     /// Returns the outputs (.., out).
     pub fn run(self) -> Result<Tensor> {
-        record(OP, &[], self.kernel.forward()?, self.shape, |_, _| Ok(Vec::new()))
+        let numbers = match self.kernel {
+            RowsKernel::Elements(kernel) => kernel.forward()?,
+            RowsKernel::Codes(kernel) => kernel.forward()?,
+        };
+        record(OP, &[], numbers, self.shape, |_, _| Ok(Vec::new()))
     }
 }
 
 /// Returns whether weight and bias are contiguous, in the dtype of the inputs, and not tracked for gradients.
-fn is_constant(linear: &LinearParameters, xs: &Tensor) -> bool {
-    let is_read = |tensor: &Tensor| tensor.is_contiguous() && tensor.dtype() == xs.dtype() && !tensor.track_op();
+fn has_constants(linear: &LinearParameters, xs: &Tensor) -> bool {
+    let is_read = |tensor: &Tensor| tensor.is_contiguous() && is_constant(tensor, xs.dtype());
     is_read(&linear.weight) && linear.bias.as_ref().is_none_or(is_read)
+}
+
+/// Returns whether a tensor has a dtype and is not tracked for gradients.
+pub(super) fn is_constant(tensor: &Tensor, dtype: DType) -> bool {
+    tensor.dtype() == dtype && !tensor.track_op()
 }
 
 #[cfg(test)]

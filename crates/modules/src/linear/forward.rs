@@ -6,7 +6,8 @@ use candle_attention_cuda::LinearParameters;
 use candle_core::{DType, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 
-use super::cuda::{CudaEpilogue, CudaRows};
+use super::cuda::{CudaRows, RowsEpilogue};
+use super::cuda_codes::affine_of_codes;
 use super::matrix::{as_matrix, contiguous};
 use super::product::{Epilogue, Factor, cuda_activation, kernel_activation, plain, product};
 use super::{OP, PackedLinear, Weight};
@@ -92,7 +93,7 @@ impl PackedLinear {
     }
 
     /// Returns the inputs (.., in) in the order of the weight's columns.
-    fn in_order(&self, xs: &Tensor) -> Result<Tensor> {
+    pub(super) fn in_order(&self, xs: &Tensor) -> Result<Tensor> {
         match &self.input_order {
             Some(order) if xs.elem_count() > 0 => contiguous("input", xs)?.index_select(order, xs.rank() - 1),
             _ => Ok(xs.clone()),
@@ -105,7 +106,11 @@ impl PackedLinear {
             Some(activation) => Some(cuda_activation(activation)?),
             None => None,
         };
-        CudaRows::plan(xs, self.cuda_parameters(columns)?, CudaEpilogue { activation, up: None, residual })
+        let epilogue = RowsEpilogue { activation, residual };
+        if let Some(linear) = self.coded_linear(columns.clone(), xs.dtype()) {
+            return CudaRows::plan_codes(&self.in_order(xs).ok()?, linear, None, epilogue);
+        }
+        CudaRows::plan(xs, self.cuda_parameters(columns)?, None, epilogue)
     }
 
     /// Returns the rows of weight and bias that belong to some of the outputs; `None` unless Candle multiplies the
@@ -136,6 +141,7 @@ impl PackedLinear {
                 let factor = Factor::Matrix { weight, instruction_set: *instruction_set };
                 product(xs, factor, bias.as_ref(), Epilogue::default())
             }
+            Weight::Codes(weight) => affine_of_codes(&self.in_order(xs)?, weight.rows(columns)?, bias.as_ref()),
             // Candle's quantised product has no gradient and needs a matrix that is not empty.
             Weight::Quantized { matmul, .. } if !xs.track_op() && xs.elem_count() > 0 => {
                 let mut rows = contiguous("input", xs)?.reshape(((), self.in_dim()))?;

@@ -3,7 +3,7 @@
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::Activation;
 
-use super::cuda::{CudaEpilogue, CudaRows};
+use super::cuda::{CudaRows, RowsEpilogue};
 use super::product::{Epilogue, Factor, UpProduct, cuda_activation, kernel_activation, product};
 use super::{PackedLinear, Weight};
 use crate::cuda_gate::CudaGate;
@@ -72,8 +72,17 @@ impl PackedGatedLinear {
     pub(super) fn cuda_rows(&self, xs: &Tensor) -> Option<CudaRows> {
         let columns = 0..self.out_dim();
         let activation = Some(cuda_activation(self.gate.activation?)?);
-        let up = Some(self.up.cuda_parameters(columns.clone())?);
-        CudaRows::plan(xs, self.gate.cuda_parameters(columns)?, CudaEpilogue { activation, up, residual: None })
+        let epilogue = RowsEpilogue { activation, residual: None };
+        if let Some(linear) = self.gate.coded_linear(columns.clone(), xs.dtype()) {
+            // Both read the inputs in one order.
+            if self.gate.input_order.is_some() || self.up.input_order.is_some() {
+                return None;
+            }
+            let up = self.up.coded_linear(columns, xs.dtype())?;
+            return CudaRows::plan_codes(xs, linear, Some(up), epilogue);
+        }
+        let up = self.up.cuda_parameters(columns.clone())?;
+        CudaRows::plan(xs, self.gate.cuda_parameters(columns)?, Some(up), epilogue)
     }
 
     /// Returns the number of outputs.

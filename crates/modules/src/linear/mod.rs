@@ -3,6 +3,7 @@
 mod backend;
 mod codes;
 mod cuda;
+mod cuda_codes;
 mod forward;
 mod gated;
 mod matrix;
@@ -13,6 +14,7 @@ mod read;
 
 use std::sync::Arc;
 
+use candle_attention_cuda::CodedWeight;
 use candle_core::quantized::{QMatMul, QTensor};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::{Activation, Linear, VarBuilder};
@@ -21,6 +23,7 @@ use crate::base::rowwise::to_vec;
 use crate::base::{Dim, Expect, frozen, is_addressable};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::linear::{PackedWeight, WeightShape};
+use cuda_codes::dequantized;
 pub use gated::PackedGatedLinear;
 use matrix::contiguous;
 use product::{choose_instruction_set, kernel_activation, pack, unpack};
@@ -49,8 +52,8 @@ const OP: &str = "packed_linear";
 ///
 /// On CUDA, a product of at most eight rows without gradients, as for a token that is generated, is one kernel with its
 /// bias, activation and residual, summed in f32 and rounded once. Otherwise, on other devices and for f64, the layer
-/// computes as Candle's [`Linear`]. Weights of GGUF files are packed in their
-/// own types ([`from_qtensor`](Self::from_qtensor)).
+/// computes as Candle's [`Linear`]. Quantised weights are stored as codes on a CPU and on CUDA
+/// ([`from_quantized_on`](Self::from_quantized_on), [`from_qtensor`](Self::from_qtensor)).
 ///
 /// ```
 /// use candle_attention::PackedLinear;
@@ -90,6 +93,8 @@ enum Weight {
     },
     /// A weight that Candle multiplies.
     Plain(Tensor),
+    /// A weight of codes on CUDA.
+    Codes(Arc<CodedWeight>),
     /// A quantised weight that Candle multiplies.
     Quantized {
         weight: Arc<QTensor>,
@@ -250,7 +255,7 @@ impl PackedLinear {
     pub fn freeze(&self) -> Result<Self> {
         let bias = self.bias.as_ref().map(frozen).transpose()?;
         let packed = match &self.weight {
-            Weight::Packed(_) | Weight::Quantized { .. } => return Ok(self.clone()),
+            Weight::Packed(_) | Weight::Codes(_) | Weight::Quantized { .. } => return Ok(self.clone()),
             Weight::Tracked { weight, instruction_set } => {
                 Self::with_instruction_set(&frozen(weight)?, bias.as_ref(), Some(*instruction_set))?
             }
@@ -268,6 +273,7 @@ impl PackedLinear {
         let weight = match &self.weight {
             Weight::Packed(weight) => self.unpacked(weight, None)?,
             Weight::Tracked { weight, .. } | Weight::Plain(weight) => weight.clone(),
+            Weight::Codes(weight) => self.to_input_order(dequantized(weight, DType::F32)?)?,
             Weight::Quantized { weight, .. } => weight.dequantize(&self.device)?,
         };
         let own = |tensor: &Tensor| tensor.to_dtype(self.linear_dtype);
@@ -316,6 +322,10 @@ impl PackedLinear {
                 // Metal misreads a transposed weight.
                 weight.contiguous()?.index_select(&Tensor::new(flat.as_slice(), self.device())?, 0)?
             }
+            Weight::Codes(weight) => {
+                let selected = weight.select_rows(&Tensor::new(flat.as_slice(), self.device())?)?;
+                self.to_input_order(dequantized(&selected, self.dtype())?)?
+            }
             Weight::Quantized { weight, .. } => weight.embedding(&Tensor::new(flat.as_slice(), self.device())?)?,
         };
         rows.reshape(shape)
@@ -325,13 +335,17 @@ impl PackedLinear {
     fn unpacked(&self, weight: &PackedWeight, outputs: Option<&[usize]>) -> Result<Tensor> {
         // The numbers of codes are in f32.
         let stored = if self.is_quantized { DType::F32 } else { self.dtype };
-        let rows = unpack(weight, stored, outputs)?.to_dtype(self.dtype)?;
+        self.to_input_order(unpack(weight, stored, outputs)?.to_dtype(self.dtype)?)
+    }
+
+    /// Returns rows (.., in) of the weight with each column at its input.
+    fn to_input_order(&self, rows: Tensor) -> Result<Tensor> {
         let Some(order) = &self.input_order else { return Ok(rows) };
         let mut column_of_input = vec![0u32; self.in_dim()];
         for (column, input) in to_vec::<u32>(order)?.into_iter().enumerate() {
             column_of_input[input as usize] = column as u32;
         }
-        rows.index_select(&Tensor::new(column_of_input, &Device::Cpu)?, 1)
+        rows.index_select(&Tensor::new(column_of_input, rows.device())?, 1)
     }
 
     /// Returns the number of outputs.

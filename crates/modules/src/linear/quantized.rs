@@ -8,9 +8,9 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::codes::pack_quantized;
 use super::product::{choose_instruction_set, pack};
 use super::{OP, PackedLinear, Weight};
-use crate::base::{Dim, Expect, check_memory};
+use crate::base::{Dim, Expect, QuantizedWeight, check_memory};
 use crate::ggml::{GgmlType, Numbers};
-use candle_attention_kernels::linear::{PackedWeight, WeightShape};
+use candle_attention_kernels::linear::WeightShape;
 
 impl PackedLinear {
     /// Packs `weight` (out, in) in any type of GGUF files, with `bias` (out,) in f32, for inputs in f32.
@@ -20,8 +20,10 @@ impl PackedLinear {
     /// in f32, with the bits of [`new`](Self::new) for the dequantised numbers. F32, F16 and BF16 are packed as they
     /// are.
     ///
-    /// On other devices, and with a bias that is tracked for gradients, K-quants are multiplied by Candle's
-    /// [`QMatMul`], which rounds inputs to 8 bits on a CPU, and other types are dequantised.
+    /// On CUDA, where kernels are available, the codes of all types but F32, F16 and BF16 are stored as they are
+    /// ([`from_quantized_on`](Self::from_quantized_on)). On other devices, and with a bias that is tracked for
+    /// gradients, K-quants are multiplied by Candle's [`QMatMul`], which rounds inputs to 8 bits on a CPU, and other
+    /// types are dequantised.
     ///
     /// ```
     /// use candle_attention::PackedLinear;
@@ -57,7 +59,15 @@ impl PackedLinear {
             GgmlDType::BF16 => DType::BF16,
             _ => DType::F32,
         };
-        let is_packed = device.is_cpu() && !bias.is_some_and(Tensor::track_op);
+        let is_tracked = bias.is_some_and(Tensor::track_op);
+        if device.is_cuda()
+            && !is_tracked
+            && Self::multiplies_codes_on(&device)
+            && let Some(codes) = codes_of(&weight, shape)?
+        {
+            return Self::from_quantized_on(&codes, bias, DType::F32, &device);
+        }
+        let is_packed = device.is_cpu() && !is_tracked;
         if !is_packed && is_k_quant(weight.dtype()) {
             let shared = Arc::new(weight);
             let matmul = QMatMul::from_arc(shared.clone())?;
@@ -67,9 +77,11 @@ impl PackedLinear {
         if !is_packed {
             return build(Weight::Plain(weight.dequantize(&device)?), DType::F32);
         }
-        let is_plain = matches!(weight.dtype(), GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16);
-        let codes = if is_plain { None } else { pack_blocks(&weight, shape)? };
-        let packed = match codes {
+        let packed_codes = match codes_of(&weight, shape)? {
+            Some(codes) => pack_quantized(&codes, shape)?,
+            None => None,
+        };
+        let packed = match packed_codes {
             Some(packed) => packed,
             None => pack(&weight.dequantize(&device)?.to_dtype(dtype)?, choose_instruction_set(None, dtype)?)?,
         };
@@ -82,11 +94,14 @@ fn is_k_quant(dtype: GgmlDType) -> bool {
     matches!(dtype, Q2K | Q3K | Q4K | Q5K | Q6K | Q8K)
 }
 
-/// Packs the codes of a quantised weight; `None` for a type whose codes are not packed.
-fn pack_blocks(weight: &QTensor, shape: WeightShape) -> Result<Option<PackedWeight>> {
+/// Returns the codes of a quantised weight; `None` for a type without codes.
+fn codes_of(weight: &QTensor, shape: WeightShape) -> Result<Option<Box<QuantizedWeight>>> {
+    if matches!(weight.dtype(), GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16) {
+        return Ok(None);
+    }
     let Some(kind) = GgmlType::find(GgmlType::number_of(weight.dtype())) else { return Ok(None) };
     match kind.read(&weight.data()?, shape.outputs, shape.inputs)? {
-        Numbers::Codes(codes) => pack_quantized(&codes, shape),
+        Numbers::Codes(codes) => Ok(Some(codes)),
         Numbers::Plain(_) => Ok(None),
     }
 }

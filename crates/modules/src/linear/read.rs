@@ -1,6 +1,6 @@
 //! Packed layers of the weights of a builder, floats or codes.
 
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_core::{Error, Result, bail};
 use candle_nn::VarBuilder;
 
 use super::{OP, PackedLinear};
@@ -18,16 +18,8 @@ impl TryFrom<WeightAndBias> for PackedLinear {
             Some(bias) => Some(bias.tensor()?),
             None => None,
         };
-        of_codes(&weight, bias.as_ref(), rows.weight.dtype(), rows.weight.first().device())
+        PackedLinear::from_quantized_on(&weight, bias.as_ref(), rows.weight.dtype(), rows.weight.first().device())
     }
-}
-
-/// Packs a quantised weight for inputs in a dtype on a device. The bias is in the same dtype.
-fn of_codes(weight: &QuantizedWeight, bias: Option<&Tensor>, dtype: DType, device: &Device) -> Result<PackedLinear> {
-    if !device.is_cpu() || dtype == DType::F64 {
-        return PackedLinear::new(&weight.dequantize()?.to_dtype(dtype)?.to_device(device)?, bias);
-    }
-    Ok(PackedLinear::from_quantized(weight, bias)?.with_dtype(dtype))
 }
 
 /// Packs the quantised weight of a builder with its bias; `None` where the builder has floats.
@@ -50,5 +42,5 @@ pub(super) fn codes_of_builder(
         )
     }
     let bias = if has_bias { Some(vb.get(outputs, "bias")?) } else { None };
-    of_codes(&weight, bias.as_ref(), vb.dtype(), vb.device()).map(Some)
+    PackedLinear::from_quantized_on(&weight, bias.as_ref(), vb.dtype(), vb.device()).map(Some)
 }

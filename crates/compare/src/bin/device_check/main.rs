@@ -10,6 +10,7 @@ mod args;
 mod blocks;
 mod case;
 mod check;
+mod coded_rows;
 #[path = "../../../../../examples/common/command_line.rs"]
 mod command_line;
 mod delta;
@@ -78,6 +79,7 @@ enum Task {
     DeltaRule,
     LinearLayer,
     FewRows,
+    CodedRows,
     Token,
 }
 
@@ -86,7 +88,7 @@ fn check_device(device: &Device, args: &Args) -> Result<Vec<Row>> {
     let widths = if args.widths.is_empty() { default_widths } else { &args.widths };
     let mut tasks: Vec<Task> = Grid::new(args.short, widths).groups().into_iter().map(Task::Calls).collect();
     tasks.extend([Task::Packed, Task::Models, Task::Layer, Task::CachedLayer, Task::LayerGradients]);
-    tasks.extend([Task::Blocks, Task::DeltaRule, Task::LinearLayer, Task::FewRows, Task::Token]);
+    tasks.extend([Task::Blocks, Task::DeltaRule, Task::LinearLayer, Task::FewRows, Task::CodedRows, Task::Token]);
     let mut own_tasks = Vec::new();
     for (at, task) in tasks.into_iter().enumerate() {
         if args.part.has(at) {
@@ -109,6 +111,7 @@ fn check_device(device: &Device, args: &Args) -> Result<Vec<Row>> {
             Task::DeltaRule => rows.extend(delta::check(device, args.short, tolerance)?),
             Task::LinearLayer => rows.push(delta::check_layer(device, tolerance)?),
             Task::FewRows => rows.push(few_rows::check(device, tolerance)?),
+            Task::CodedRows => rows.push(coded_rows::check(device, tolerance)?),
             Task::Token => rows.push(token::check(device, tolerance)?),
         }
     }
@@ -138,6 +141,7 @@ impl Task {
             Self::DeltaRule => "gated delta rule",
             Self::LinearLayer => "a layer, linear",
             Self::FewRows => "linear layers of few rows",
+            Self::CodedRows => "linear layers of codes",
             Self::Token => "a token of a block",
         }
     }

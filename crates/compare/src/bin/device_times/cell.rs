@@ -34,6 +34,8 @@ pub enum Work {
     Attention(AttentionSizes),
     /// One token through a layer with a full cache.
     CachedToken(CachedSizes),
+    /// One row of inputs by a large weight.
+    Row(RowSizes),
     DeltaRule(DeltaSizes),
     /// A forward and a backward pass of a layer.
     LayerTraining(LayerSizes),
@@ -163,6 +165,15 @@ impl AttentionSizes {
     }
 }
 
+/// The sizes of a weight.
+#[derive(Debug, Clone, Copy)]
+pub struct RowSizes {
+    pub outputs: usize,
+    pub inputs: usize,
+    /// Whether the weight has codes of 4 bits.
+    pub has_codes: bool,
+}
+
 impl CachedSizes {
     /// Returns the bytes of keys and values, and of their scales.
     fn kv_bytes(&self) -> usize {
@@ -242,6 +253,9 @@ impl Work {
             Self::Memory(sizes) => attention("memory", sizes),
             Self::CachedToken(CachedSizes { h, h_kv, d, t_kv, q8 }) => {
                 json!({"kind": "cached_token", "h": h, "h_kv": h_kv, "d": d, "t_kv": t_kv, "q8": q8})
+            }
+            Self::Row(RowSizes { outputs, inputs, has_codes }) => {
+                json!({"kind": "row", "outputs": outputs, "inputs": inputs, "has_codes": has_codes})
             }
             Self::DeltaRule(DeltaSizes { h, t, d, pass, reference }) => {
                 let training = pass == Pass::Training;

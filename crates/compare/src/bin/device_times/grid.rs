@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::cell::{
-    AttentionSizes, CachedSizes, Cell, DeltaSizes, LayerSizes, Mark, MaskKind, ModelStep, Pass, Section, Work,
+    AttentionSizes, CachedSizes, Cell, DeltaSizes, LayerSizes, Mark, MaskKind, ModelStep, Pass, RowSizes, Section, Work,
 };
 
 /// The tokens of all sequences of a call, as in the figures of the FlashAttention papers.
@@ -19,6 +19,7 @@ pub fn cells(longest: usize) -> Vec<Cell> {
     cells.extend(decode(longest));
     cells.extend(linear(4096.min(longest)));
     cells.extend(layers(1024.min(longest)));
+    cells.extend(rows(longest));
     cells.extend(model());
     cells.push(memory(8192.min(longest)));
     cells
@@ -151,6 +152,22 @@ fn layers(t: usize) -> Vec<Cell> {
         cells.push(Cell { name, section: Section::Layer, work, mark: Mark::OfPytorch(0.8) });
     }
     cells
+}
+
+/// Returns one row by a weight in bf16 and by one of codes, a quarter of its bytes.
+fn rows(longest: usize) -> Vec<Cell> {
+    let (outputs, inputs) = if longest < 2048 { (256, 256) } else { (32_768, 8192) };
+    let cell = |name: &str, has_codes, mark| Cell {
+        name: name.to_string(),
+        section: Section::Layer,
+        work: Work::Row(RowSizes { outputs, inputs, has_codes }),
+        mark,
+    };
+    let of_elements = "one row, a weight in bf16";
+    vec![
+        cell(of_elements, false, Mark::None),
+        cell("one row, a weight in 4 bits", true, Mark::OfTime { other: of_elements.into(), share: 0.4 }),
+    ]
 }
 
 fn model() -> Vec<Cell> {

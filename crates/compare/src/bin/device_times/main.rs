@@ -9,6 +9,7 @@ mod args;
 mod attention;
 mod cell;
 mod clock;
+mod coded_rows;
 #[path = "../../../../../examples/common/command_line.rs"]
 mod command_line;
 mod delta;
@@ -75,6 +76,7 @@ fn time(cell: &Cell, sizes: &Sizes, clock: &Clock) -> Result<Outcome> {
     match &cell.work {
         Work::Attention(own) => attention::time(own, clock),
         Work::Memory(own) => attention::memory(own, &clock.device),
+        Work::Row(own) => coded_rows::time(own, clock),
         Work::CachedToken(own) => layer::time_cached_token(own, clock),
         Work::DeltaRule(own) => delta::time(own, clock),
         Work::LayerTraining(own) => layer::time_training(own, clock),
