@@ -25,7 +25,7 @@ const PARTS: [&str; 3] = ["weight", "scales", "biases"];
 /// The weights of a layer in a file, some of them quantised.
 struct Weights {
     quantized: VarBuilder<'static>,
-    /// The same numbers in f32.
+    /// Floats in f32 of the same numbers.
     plain: VarBuilder<'static>,
     /// The folder of the file, which `quantized` reads.
     _folder: TempDir,
@@ -245,7 +245,7 @@ fn packed_linear_reads_the_codes_of_a_builder() -> Result<()> {
     Ok(())
 }
 
-/// A copy of one weight in f32 would be the largest allocation.
+/// Checks the largest allocation, which a copy of one weight in f32 would be.
 #[test]
 fn quantized_weights_are_packed_without_a_dequantized_copy() -> Result<()> {
     if skips_device("the codes are packed on a CPU") {

@@ -56,8 +56,8 @@ impl ParameterReader<'_> {
             None => reader.read(&spec)?.into(),
         };
         let bias_share = if let Some(Share::Heads { dim: 1, .. }) = share { Some(Share::Sum) } else { share };
-        let spec = ParameterSpec { share: bias_share, ..ParameterSpec::new("bias", [shape.0], linear_bias(shape.1)) };
-        let bias = reader.read_requested(&spec.only_if(has_bias, NO_BIAS))?;
+        let bias_spec = ParameterSpec::new("bias", [shape.0], linear_bias(shape.1)).only_if(has_bias, NO_BIAS);
+        let bias = reader.read_requested(&ParameterSpec { share: bias_share, ..bias_spec })?;
         Ok(WeightAndBias { weight, bias: bias.map(Parameter::from) })
     }
 }

@@ -214,8 +214,8 @@ impl QuantizedWeight {
         };
         let input_order = match parts.file.tensor("input_order") {
             Ok(view) => {
-                let words = view.data().chunks_exact(4).map(|own| u32::from_le_bytes([own[0], own[1], own[2], own[3]]));
-                Some(words.collect())
+                let read = |own: &[u8]| u32::from_le_bytes([own[0], own[1], own[2], own[3]]);
+                Some(view.data().chunks_exact(4).map(read).collect())
             }
             Err(_) => None,
         };

@@ -83,7 +83,15 @@ impl PackedLinear {
         };
         let packed = match packed_codes {
             Some(packed) => packed,
-            None => pack(&weight.dequantize(&device)?.to_dtype(dtype)?, choose_instruction_set(None, dtype)?)?,
+            None => {
+                let numbers = if is_plain {
+                    Tensor::from_raw_buffer(&weight.data()?, dtype, &[outputs, inputs], &device)?
+                } else {
+                    weight.dequantize(&device)?
+                };
+                drop(weight);
+                pack(&numbers, choose_instruction_set(None, dtype)?)?
+            }
         };
         build(Weight::Packed(packed.into()), dtype)
     }
