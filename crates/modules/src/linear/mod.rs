@@ -103,7 +103,7 @@ enum Weight {
 }
 
 /// Loads a [`PackedLinear`], as [`candle_nn::linear`](candle_nn::linear()) does: `weight` (out, in) and `bias` (out,)
-/// below the prefix of `vb`. A quantised weight of a builder that [`weights::open`](crate::weights::open) made keeps its
+/// below the prefix of `vb`. A quantised weight of a builder that `weights::open` made keeps its
 /// codes.
 ///
 /// # Errors
