@@ -36,6 +36,7 @@
 //! This package only re-exports the items of the packages below. Each of them depends only on packages before it in
 //! this list. Without default features, this package is `candle-attention-core` and what that depends on.
 //!
+//! - `candle-attention-call`: the vocabulary of an attention call, which the others share.
 //! - `candle-attention-kernels`: CPU kernels over slices.
 //! - `candle-attention-cuda`: CUDA kernels, compiled at first use (feature `cuda`).
 //! - `candle-attention-modules`: projections, norms, gates and seeded initialisation.

@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use candle_attention::{AttentionMask, Backend, SdpaOptions, plan, scaled_dot_product_attention};
 use candle_attention_kernels::flash::{
-    AttentionDims, AttentionProblem, KvRows, OutputLayout, ScoreOptions, Strided, attend_vec,
+    AttentionCall, AttentionDims, KeysOfQueries, KvScales, OutputLayout, RequestedResults, ScoreModifiers, Strided,
+    attend,
 };
 use candle_attention_kernels::{Element, InstructionSet};
 use candle_core::{DType, Device, Error, Result, Tensor, WithDType, bail};
@@ -186,20 +187,21 @@ fn ours_q8<'a, E: Element + WithDType>(cell: &Cell, inputs: &'a Inputs) -> Resul
     let (instruction_set, mut copies) = (instruction_set(cell)?, inputs.q8.iter().cycle());
     Ok(Box::new(move || {
         let Some([k, v]) = copies.next() else { bail!("[ours] no keys to attend to") };
-        let rows = |Q8Rows { codes, scales }: &'a Q8Rows| KvRows::Q8 {
-            codes: Strided { data: codes, strides: [h_kv * t_kv * d, t_kv * d, d] },
-            scales: Strided { data: scales, strides: [h_kv * t_kv, t_kv, 1] },
-        };
-        let problem = AttentionProblem {
+        let codes =
+            |rows: &'a Q8Rows| Strided { data: &rows.codes[..], strides: [h_kv * t_kv * d, t_kv * d, d] }.into();
+        let scales = |rows: &'a Q8Rows| Strided { data: &rows.scales[..], strides: [h_kv * t_kv, t_kv, 1] }.into();
+        let call = AttentionCall {
             dims: AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v: d },
-            q: Strided { data: &q, strides: [h * t_q * d, t_q * d, d] },
-            k: rows(k),
-            v: rows(v),
-            ranges: &ranges,
-            scores: ScoreOptions { scale: 1.0 / (d as f64).sqrt(), ..Default::default() },
+            q: Strided { data: &q[..], strides: [h * t_q * d, t_q * d, d] }.into(),
+            k: codes(k),
+            v: codes(v),
+            kv_scales: Some(KvScales { k: scales(k), v: scales(v) }),
+            keys: KeysOfQueries { ranges: &ranges, ..Default::default() },
+            scores: ScoreModifiers { scale: 1.0 / (d as f64).sqrt(), ..Default::default() },
             output_layout: OutputLayout::Bhtd,
         };
-        let context = attend_vec(&problem, instruction_set, None, None).map_err(Error::wrap)?;
+        let found = attend::<E>(&call, instruction_set, RequestedResults::default()).map_err(Error::wrap)?;
+        let context = found.output;
         Tensor::from_vec(context, (b, h, t_q, d), &Device::Cpu)
     }))
 }

@@ -35,9 +35,11 @@ use std::path::Path;
 use std::{fs, io};
 
 pub use attention::{
-    AttentionCall, BackwardInputs, BackwardKernel, Dropout, DropoutSeed, FirstPosition, ForwardOutput, Gradients,
-    Intervals, Kernel, KeyRanges, KvScales, OutputLayout, PackedSequences, RequestedGradients, RequestedResults,
-    ScoreModifiers, is_available,
+    BackwardInputs, BackwardKernel, CudaAttention, CudaCall, ForwardKernel, ForwardOutput, is_available,
+};
+pub use candle_attention_call::{
+    AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Intervals, KvScales, OutputLayout, PackedLengths,
+    PerInput, RequestedGradients, RequestedResults, ScoreModifiers,
 };
 pub use capability::{Capability, Limits};
 pub use ci_programs::{CiKernel, CiProgram};

@@ -47,7 +47,7 @@ impl Element for f16 {}
 /// The types of other methods' arguments cannot be named, and neither can the traits:
 ///
 /// ```compile_fail,E0603
-/// use candle_attention_kernels::flash::kernels::KernelCall;
+/// use candle_attention_kernels::flash::kernels::KernelTask;
 /// ```
 ///
 /// ```compile_fail,E0603

@@ -5,10 +5,51 @@ use half::{bf16, f16};
 use crate::cpu::{Format, InstructionSet, MAX_LANES, SimdTask, Vector, dispatch_bf16, dispatch_f32};
 use crate::error::Error;
 
+/// The numbers of a tensor.
+#[derive(Debug, Clone, Copy)]
+pub enum Numbers<'a> {
+    /// Numbers of 32 bits.
+    F32(&'a [f32]),
+    /// The upper halves of numbers of 32 bits.
+    BF16(&'a [bf16]),
+    /// Numbers of 16 bits.
+    F16(&'a [f16]),
+    /// Bytes: codes, a boolean mask, or bits.
+    U8(&'a [u8]),
+}
+
+impl<'a> Numbers<'a> {
+    /// Returns the name of the type.
+    fn type_name(self) -> &'static str {
+        match self {
+            Self::F32(_) => f32::NAME,
+            Self::BF16(_) => bf16::NAME,
+            Self::F16(_) => f16::NAME,
+            Self::U8(_) => u8::NAME,
+        }
+    }
+
+    /// Returns the numbers if they have some type; `name` is for errors.
+    pub(crate) fn typed<S: Stored>(self, name: &str) -> Result<&'a [S], Error> {
+        S::typed(self).ok_or_else(|| {
+            Error::Shape(format!("expected {name} in {}, found numbers in {}", S::NAME, self.type_name()))
+        })
+    }
+}
+
 /// A number in memory that the kernels read as f32: an element, or a key or value of 8 bits.
 pub trait Stored: Copy + Default + Send + Sync + 'static {
+    /// The name of the type, for errors.
+    const NAME: &'static str;
+
     /// Whether numbers are multiplied by the scale of their row.
     const IS_SCALED: bool;
+
+    /// Returns numbers if they have this type; `None` if they have another.
+    fn typed(numbers: Numbers<'_>) -> Option<&[Self]>;
+
+    /// Returns numbers of this type as numbers of any type.
+    fn numbers(typed: &[Self]) -> Numbers<'_>;
 
     /// Returns whether the number is neither infinite nor NaN.
     fn is_finite(self) -> bool;
@@ -22,7 +63,16 @@ pub trait Stored: Copy + Default + Send + Sync + 'static {
 
 /// Codes of keys and values: the code 128 is 0.
 impl Stored for u8 {
+    const NAME: &'static str = "u8";
     const IS_SCALED: bool = true;
+
+    fn typed(numbers: Numbers<'_>) -> Option<&[Self]> {
+        if let Numbers::U8(typed) = numbers { Some(typed) } else { None }
+    }
+
+    fn numbers(typed: &[Self]) -> Numbers<'_> {
+        Numbers::U8(typed)
+    }
 
     #[inline(always)]
     fn is_finite(self) -> bool {
@@ -60,7 +110,16 @@ pub trait Number: Stored {
 macro_rules! number {
     ($type:ty { format: $format:ident, load: $load:ident, store: $store:ident, from: $from_f32:expr, run: $dispatch:path }) => {
         impl Stored for $type {
+            const NAME: &'static str = stringify!($type);
             const IS_SCALED: bool = false;
+
+            fn typed(numbers: Numbers<'_>) -> Option<&[Self]> {
+                if let Numbers::$format(typed) = numbers { Some(typed) } else { None }
+            }
+
+            fn numbers(typed: &[Self]) -> Numbers<'_> {
+                Numbers::$format(typed)
+            }
 
             #[inline(always)]
             fn is_finite(self) -> bool {

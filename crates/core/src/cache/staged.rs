@@ -9,9 +9,8 @@ use super::storage::{KvBuffers, KvCodes, KvFloats, KvShapes, KvSizes, Room, Stor
 use super::tokens::NewTokens;
 use super::{AttentionCache, EarlierPadding, OP};
 use crate::mask::{AttentionMask, Placement};
-use crate::sdpa::{
-    AttentionResult, Call, OutputOnly, Plan, Qkv, Request, SdpaOptions, choose, plan_of_call, run_on, run_request,
-};
+use crate::sdpa::{Attended, Call, Plan, Qkv, SdpaOptions, attend, choose, operation, plan_of_call, run_on};
+use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::{accumulation_dtype, floats_on, floats_text};
 
 /// Computes keys (B, H, T, D) and values (B, H, T, D_v) from the rows (B, H_kv, T, width) of a cache, in their dtype.
@@ -279,23 +278,23 @@ impl CachedCall<'_> {
 impl CachedCall<'_> {
     /// Attends from queries (B, H, T_q, D): to keys and values of 8 bits if a kernel reads them and nothing else is
     /// computed from them, and to floats otherwise. Weights are over the keys that the cache stores.
-    pub(crate) fn attend<R: Request>(
+    pub(crate) fn attend(
         &self,
         q: &Tensor,
         mask: &AttentionMask,
         options: &SdpaOptions,
-        request: R,
-    ) -> Result<R::Result> {
+        wanted: RequestedResults,
+    ) -> Result<Attended> {
         let rows = self.all_rows(q, mask, options)?;
         let q = if self.detached { &q.detach() } else { q };
-        let op = request.operation(false);
+        let op = operation(wanted, false);
         if let Some(call) = self.call_of_codes(op, q, &rows)? {
-            let choice = choose(&call, request)?;
+            let choice = choose(&call, wanted)?;
             if choice.reads_codes() {
-                return run_on(choice, call, request);
+                return run_on(choice, call, wanted);
             }
         }
-        run_request(self.call_of_floats(op, q, &rows)?, request)?.to_dtype(q.dtype())
+        attend(self.call_of_floats(op, q, &rows)?, wanted)?.to_dtype(q.dtype())
     }
 
     /// Returns the path of attention for its output.
@@ -303,7 +302,7 @@ impl CachedCall<'_> {
         let rows = self.all_rows(q, mask, options)?;
         let q = if self.detached { &q.detach() } else { q };
         if let Some(call) = self.call_of_codes("plan", q, &rows)?
-            && choose(&call, OutputOnly)?.reads_codes()
+            && choose(&call, RequestedResults::default())?.reads_codes()
         {
             return plan_of_call(&call);
         }

@@ -8,7 +8,8 @@ use candle_core::{DType, Result, Tensor};
 use super::OP;
 use super::quantize::{QuantizedRows, quantize};
 use super::tokens::NewTokens;
-use crate::sdpa::{KvScales, decoded};
+use crate::sdpa::decoded;
+use candle_attention_call::KvScales;
 use candle_attention_modules::base::{self, accumulation_dtype, part};
 
 /// The format in which a cache stores keys and values.
@@ -123,7 +124,7 @@ impl KvFloats {
 pub(super) struct KvCodes {
     pub k: Tensor,
     pub v: Tensor,
-    pub scales: KvScales,
+    pub scales: KvScales<Tensor>,
 }
 
 impl KvBuffers {

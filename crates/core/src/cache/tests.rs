@@ -7,7 +7,8 @@ use super::staged::{CachedCall, StagedCall};
 use super::storage::KvFloats;
 use super::{AttentionCache, AttentionCacheConfig, Padding};
 use crate::mask::{AttentionMask, FullyMaskedRows};
-use crate::sdpa::{Backend, OutputOnly, SdpaOptions, WithWeights, decoded, scaled_dot_product_attention};
+use crate::sdpa::{Attended, Backend, SdpaOptions, decoded, scaled_dot_product_attention};
+use candle_attention_call::RequestedResults;
 use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::init::TorchSeed;
 
@@ -285,7 +286,7 @@ fn q8_with_uniform_fully_masked_rows_matches_floats() -> Result<()> {
     let q = random((B, H, 5, 6))?;
     let options = SdpaOptions::default();
     let expected = scaled_dot_product_attention(&q, &rounded(&k)?, &rounded(&v)?, &mask, &options)?;
-    assert_close(&staged.attend(&q, &mask, &options, OutputOnly)?, &expected, "uniform rows")
+    assert_close(&staged.attend(&q, &mask, &options, RequestedResults::default())?.output, &expected, "uniform rows")
 }
 
 /// Compares with a cache of f32 whose keys and values were rounded to 8 bits before.
@@ -318,7 +319,8 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
     for (n, mask) in masks()?.into_iter().enumerate() {
         let mask = if slides { mask.and(&window) } else { mask };
         for base in options()? {
-            let expected = match plain.attend(&q, &mask, &base, WithWeights) {
+            let with_weights = RequestedResults { weights: true, ..RequestedResults::default() };
+            let expected = match plain.attend(&q, &mask, &base, with_weights).and_then(Attended::output_and_weights) {
                 // Joined masks whose queries are at different positions are an error with ALiBi.
                 Err(error) if slides && error.to_string().contains("ALiBi counts") => continue,
                 expected => expected?,
@@ -328,7 +330,7 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
                 Some(_) => options.clone().with_dropout_seed(&TorchSeed::new(5)),
                 None => options.clone(),
             };
-            let found = small.attend(&q, &mask, &seeded(&base), WithWeights)?;
+            let found = small.attend(&q, &mask, &seeded(&base), with_weights)?.output_and_weights()?;
             assert_close(&found.output, &expected.output, &format!("mask {n}, {base:?}"))?;
             assert_close(&found.weights, &expected.weights, &format!("weights of mask {n}, {base:?}"))?;
             let of_instruction_sets = InstructionSet::available()
@@ -337,7 +339,11 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
             for options in of_instruction_sets.chain([base.clone().with_backend(Backend::Reference)]) {
                 let what = format!("mask {n}, {options:?}");
                 let options = seeded(&options);
-                assert_close(&small.attend(&q, &mask, &options, OutputOnly)?, &expected.output, &what)?;
+                assert_close(
+                    &small.attend(&q, &mask, &options, RequestedResults::default())?.output,
+                    &expected.output,
+                    &what,
+                )?;
                 let plan = small.plan(&q, &mask, &options)?;
                 let backend = if options.backend == Backend::Auto { Backend::Fused } else { Backend::Reference };
                 assert_eq!(plan.backend, backend, "{what}: {plan}");

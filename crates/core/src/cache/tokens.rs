@@ -92,7 +92,7 @@ impl NewTokens {
         self.ends().max().unwrap_or(0)
     }
 
-    /// Returns the positions of each sequence that are stored and those of its new tokens, as one range.
+    /// Returns the stored positions of each sequence and the positions of its new tokens, as one range.
     pub(super) fn appended_to(&self, stored: &[Range<usize>]) -> Vec<Range<usize>> {
         stored.iter().zip(&self.tokens).map(|(stored, tokens)| stored.start..stored.end + tokens.len()).collect()
     }
@@ -103,7 +103,7 @@ impl NewTokens {
         let mut placements = Vec::with_capacity(keys.len());
         for ((&before, tokens), key_positions) in self.before.iter().zip(&self.tokens).zip(keys) {
             placements.push(Placement {
-                query: before as i128 - tokens.start as i128,
+                first_position: before as i128 - tokens.start as i128,
                 first_query: 0,
                 tokens: tokens.clone(),
                 keys: key_positions.clone(),

@@ -5,7 +5,8 @@ use candle_nn::{Linear, VarBuilder};
 use serde::{Deserialize, Serialize};
 
 use crate::mask::AttentionMask;
-use crate::sdpa::{AttentionOutput, Call, Qkv, SdpaOptions, WithWeights, run_request};
+use crate::sdpa::{AttentionOutput, Call, Qkv, SdpaOptions, attend};
+use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::{
     Dim, Expect, OptionalRef, ParameterReader, check_keys_and_values, check_memory, number,
 };
@@ -190,7 +191,8 @@ impl AdditiveAttention {
         options.dropout_seed = input.dropout_seed.cloned();
         let qkv = Qkv { q: &q, k: &k, v: &v };
         let call = Call::with_all_dims(OP, qkv, None, None, &mask.with_bias(&scores), &options)?;
-        let AttentionOutput { output, weights } = run_request(call, WithWeights)?;
+        let wanted = RequestedResults { weights: true, ..RequestedResults::default() };
+        let AttentionOutput { output, weights } = attend(call, wanted)?.output_and_weights()?;
         Ok(AttentionOutput { output: output.squeeze(1)?, weights: weights.squeeze(1)? })
     }
 

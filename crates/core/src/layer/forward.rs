@@ -10,9 +10,9 @@ use crate::cache::{AttentionCache, CachedCall, KvSizes};
 use crate::mask::AttentionMask;
 use crate::position::{CallContext, KeysByHeads, QueryKeyPositions, ScoreArguments};
 use crate::sdpa::{
-    AttentionOutput, AttentionResult, AttentionStatistics, FunctionKeys, OutputOnly, OwnKeys, Plan, Request,
-    SdpaOptions, StatisticsOptions, WithStatistics, WithWeights,
+    Attended, AttentionOutput, AttentionStatistics, FunctionKeys, OwnKeys, Plan, SdpaOptions, StatisticsOptions,
 };
+use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::{accumulation_dtype, reshape_linked, transpose_linked};
 use candle_attention_modules::linear::KeysAndValues;
 
@@ -33,7 +33,7 @@ impl MultiHeadAttention {
     /// For inputs whose shape, dtype or device does not fit the layer or each other, more positions than the context
     /// length, a mask that does not fit, and a cache that cannot store the call's keys.
     pub fn forward_with<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
-        self.run(input.into(), OutputOnly)
+        Ok(self.run(input.into(), RequestedResults::default())?.output)
     }
 
     /// Computes [`forward_with`](Self::forward_with), and returns the weights (B, H, T_q, T_kv) after dropout too; (H,
@@ -43,7 +43,8 @@ impl MultiHeadAttention {
     /// As [`forward_with`](Self::forward_with).
     #[doc(alias("need_weights", "output_attentions"))]
     pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
-        let AttentionOutput { output, weights } = self.run(input.into(), WithWeights)?;
+        let wanted = RequestedResults { weights: true, ..RequestedResults::default() };
+        let AttentionOutput { output, weights } = self.run(input.into(), wanted)?.output_and_weights()?;
         Ok(LayerOutput { output, weights })
     }
 
@@ -75,7 +76,8 @@ impl MultiHeadAttention {
         input: impl Into<AttentionInput<'a>>,
         wanted: &StatisticsOptions,
     ) -> Result<(Tensor, AttentionStatistics)> {
-        self.run(input.into(), WithStatistics(wanted))
+        let results = RequestedResults { statistics: Some(wanted.requested()), ..RequestedResults::default() };
+        self.run(input.into(), results)?.output_and_statistics()
     }
 
     /// Returns the backend that [`forward_with`](Self::forward_with) would use for an input, and the reason. The cache
@@ -100,8 +102,8 @@ impl MultiHeadAttention {
         self.prepare(input)?.plan()
     }
 
-    fn run<R: Request>(&self, input: AttentionInput, request: R) -> Result<R::Result> {
-        self.prepare(&input)?.finish(input.cache, request)
+    fn run(&self, input: AttentionInput, wanted: RequestedResults) -> Result<Attended> {
+        self.prepare(&input)?.finish(input.cache, wanted)
     }
 
     /// Validates and projects an input, and applies the score modifiers: everything that comes before attention.
@@ -306,27 +308,29 @@ pub(super) struct PreparedCall<'a> {
 impl PreparedCall<'_> {
     /// Attends, projects the output to (B, T_q, out_dim), and stores the keys and values in the call's cache, if it has
     /// one.
-    pub fn finish<R: Request>(self, cache: Option<&mut AttentionCache>, request: R) -> Result<R::Result> {
-        let attended = self.attend(request)?;
-        let is_in_graph = attended.output().track_op();
-        let in_rank = |tensor: Tensor| if self.batched { Ok(tensor) } else { tensor.squeeze(0) };
-        let finished = attended.map(|output| in_rank((self.output)(&output)?), in_rank)?;
+    pub fn finish(self, cache: Option<&mut AttentionCache>, wanted: RequestedResults) -> Result<Attended> {
+        let mut attended = self.attend(wanted)?;
+        let is_in_graph = attended.output.track_op();
+        attended.output = (self.output)(&attended.output)?;
+        if !self.batched {
+            attended = attended.map(|result| result.squeeze(0))?;
+        }
         if let (Some(cache), Some(staged)) = (cache, self.cache) {
             // Later calls write to the buffers of a cache in place. A graph that refers to them needs them for its
             // backward pass, so the cache continues with a copy.
             *cache = if is_in_graph { staged.fork()? } else { staged };
         }
-        Ok(finished)
+        Ok(attended)
     }
 
-    /// Returns the attention output (B, H, T_q, D_v), and what else was requested.
-    pub fn attend<R: Request>(&self, request: R) -> Result<R::Result> {
+    /// Returns the attention output (B, H, T_q, D_v), and the other requested results.
+    pub fn attend(&self, wanted: RequestedResults) -> Result<Attended> {
         let Self { q, mask, options, .. } = self;
         match &self.keys {
-            AttendedKeys::Own(keys) => keys.attend(q, mask, options, request),
-            AttendedKeys::Function(keys) => keys.attend(q, mask, options, request),
-            AttendedKeys::ByHeads(keys) => keys.attend(q, mask, options, request),
-            AttendedKeys::Cached(keys) => keys.attend(q, mask, options, request),
+            AttendedKeys::Own(keys) => keys.attend(q, mask, options, wanted),
+            AttendedKeys::Function(keys) => keys.attend(q, mask, options, wanted),
+            AttendedKeys::ByHeads(keys) => keys.attend(q, mask, options, wanted),
+            AttendedKeys::Cached(keys) => keys.attend(q, mask, options, wanted),
         }
     }
 

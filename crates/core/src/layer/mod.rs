@@ -28,8 +28,7 @@ use crate::config::{LocalWindow, MultiHeadAttentionConfig};
 use crate::mask::AttentionMask;
 use crate::params::{WeightLayout, load_projections, projection_shape, state_dict};
 use crate::position::{
-    AlibiConfig, ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreModifier, SharedModifier,
-    alibi,
+    AlibiConfig, ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, SharedTerm, alibi,
 };
 use adapter::LoadedAdapter;
 use candle_attention_modules::base::{
@@ -82,8 +81,8 @@ pub struct MultiHeadAttention {
     norm_spans: NormSpans,
     norms: LayerNorms,
     rotary: Option<RotaryEmbedding>,
-    content: Option<SharedModifier>,
-    alibi: Option<SharedModifier>,
+    content: Option<SharedTerm>,
+    alibi: Option<SharedTerm>,
     /// The vectors of distances that all layers of a stack share.
     relative_embeddings: Option<RelativeEmbeddings>,
     /// The bias that all layers of a stack share.
@@ -418,8 +417,8 @@ impl MultiHeadAttention {
     }
 
     /// Returns the layer's score modifiers in the order in which they are applied.
-    fn score_modifiers(&self) -> impl Iterator<Item = &dyn ScoreModifier> {
-        let bias = self.relative_bias.as_ref().map(|bias| bias as &dyn ScoreModifier);
+    fn score_modifiers(&self) -> impl Iterator<Item = &dyn ScoreTerm> {
+        let bias = self.relative_bias.as_ref().map(|bias| bias as &dyn ScoreTerm);
         [&self.content, &self.alibi].into_iter().flatten().map(|modifier| &**modifier).chain(bias)
     }
 

@@ -135,7 +135,7 @@ fn cached_positions<'p>(
     let before = tokens.before[sequence];
     let own = tokens.tokens[sequence].clone();
     let placement = Placement {
-        query: before as i128 - own.start as i128,
+        first_position: before as i128 - own.start as i128,
         first_query: 0,
         tokens: own.clone(),
         keys: 0..before + own.len(),

@@ -35,7 +35,8 @@ pub(crate) struct KeyBounds {
 
 /// The bounds of one sequence. Bounds that move with the query are given for query 0.
 struct SequenceBounds {
-    position: i64,
+    /// The key position of query 0.
+    first_position: i64,
     positions_agree: bool,
     start: i128,
     length: i128,
@@ -54,6 +55,9 @@ struct MovingBounds {
     left: Option<i32>,
     right: Option<i32>,
 }
+
+/// The reason why constraints have no bounds of this form: sequences differ in them, or one exceeds 32 bits.
+struct NoBounds;
 
 /// The first key that query 0 attends to by a window, or the first key after those.
 #[derive(Clone, Copy)]
@@ -77,16 +81,16 @@ impl KeyBounds {
         for (b, plan) in plans.iter().enumerate() {
             each.push(SequenceBounds::new(constraints, b, plan)?);
         }
-        if MovingBounds::of(&each).is_none() && plans.iter().all(|plan| plan.queries.len() == 1) {
+        if MovingBounds::of(&each).is_err() && plans.iter().all(|plan| plan.queries.len() == 1) {
             each.iter_mut().for_each(SequenceBounds::fix);
         }
-        let MovingBounds { is_causal, chunk, left, right } = MovingBounds::of(&each)?;
+        let MovingBounds { is_causal, chunk, left, right } = MovingBounds::of(&each).ok()?;
         let mut is_aligned_to_end = true;
         let mut first_positions = Vec::with_capacity(each.len());
         for (own, plan) in each.iter().zip(plans) {
             let keys_less_queries = plan.t_kv as i128 - plan.queries.len() as i128;
-            is_aligned_to_end &= i128::from(own.position) == keys_less_queries;
-            first_positions.push(small(own.position.into())?);
+            is_aligned_to_end &= i128::from(own.first_position) == keys_less_queries;
+            first_positions.push(small(own.first_position.into())?);
         }
         let prefixes = each.iter().map(|own| own.causal.map_or(0, |causal| causal.prefix.clamp(0, MOST) as i32));
         let prefixes: Vec<_> = prefixes.collect();
@@ -117,9 +121,9 @@ impl SequenceBounds {
         let SequencePlan { placement, queries, .. } = plan;
         let t_q = queries.len();
         let t_kv = placement.keys.len();
-        let QueryPosition { first: position, other } = placement.query_position(constraints, b, 0);
+        let QueryPosition { first: first_position, other } = placement.query_position(constraints, b, 0);
         let mut bounds = Self {
-            position,
+            first_position,
             positions_agree: other.is_none(),
             start: 0,
             length: t_kv as i128,
@@ -192,7 +196,7 @@ impl SequenceBounds {
                             return Some(());
                         }
                         // Chunks of rows are chunks of positions if row 0 begins one, and count from one position.
-                        let counts_alike = first_row % size == 0 && position == i128::from(self.position);
+                        let counts_alike = first_row % size == 0 && position == i128::from(self.first_position);
                         if !counts_alike || self.chunk.is_some_and(|other| other != size) {
                             return None;
                         }
@@ -233,29 +237,36 @@ impl SequenceBounds {
 }
 
 impl MovingBounds {
-    /// Returns the bounds that all sequences have; `None` if they differ or do not fit in 32 bits.
-    fn of(each: &[SequenceBounds]) -> Option<Self> {
-        let causal = common(each.iter().map(|own| own.causal.map(|causal| causal.end - i128::from(own.position))))?;
+    /// Returns the bounds that all sequences have.
+    ///
+    /// # Errors
+    /// If they differ or do not fit in 32 bits.
+    fn of(each: &[SequenceBounds]) -> Result<Self, NoBounds> {
+        let causal =
+            common(each.iter().map(|own| own.causal.map(|causal| causal.end - i128::from(own.first_position))))?;
         if causal.is_some_and(|end| end != 1) {
-            return None;
+            return Err(NoBounds);
         }
         // A window that masks nothing is left out: its distance may exceed 32 bits.
         let masks_keys = |bound: Option<WindowBound>| bound.is_some_and(|own| own.masks_keys);
         let mut left = None;
         if each.iter().any(|own| masks_keys(own.window_start)) {
-            left = common(each.iter().map(|own| own.window_start.map(|bound| i128::from(own.position) - bound.key)))?;
+            left = common(
+                each.iter().map(|own| own.window_start.map(|bound| i128::from(own.first_position) - bound.key)),
+            )?;
         }
         let mut right = None;
         if each.iter().any(|own| masks_keys(own.window_end)) {
-            right =
-                common(each.iter().map(|own| own.window_end.map(|bound| bound.key - 1 - i128::from(own.position))))?;
+            right = common(
+                each.iter().map(|own| own.window_end.map(|bound| bound.key - 1 - i128::from(own.first_position))),
+            )?;
         }
         let chunk = distance(common(each.iter().map(|own| own.chunk))?)?;
         let left = distance(left)?;
         if causal.is_none() && right == Some(0) {
-            return Some(Self { is_causal: true, chunk, left, right: None });
+            return Ok(Self { is_causal: true, chunk, left, right: None });
         }
-        Some(Self { is_causal: causal.is_some(), chunk, left, right: distance(right)? })
+        Ok(Self { is_causal: causal.is_some(), chunk, left, right: distance(right)? })
     }
 }
 
@@ -264,25 +275,19 @@ fn small(position: i128) -> Option<i32> {
     if position.abs() <= MOST { Some(position as i32) } else { None }
 }
 
-/// Returns a distance that is not negative in 32 bits; `None` if it is none. No distance stays none.
-fn distance(limit: Option<i128>) -> Option<Option<i32>> {
+/// Returns a limit as a distance in 32 bits, which is not negative, if there is a limit.
+fn distance(limit: Option<i128>) -> Result<Option<i32>, NoBounds> {
     match limit {
-        None => Some(None),
-        Some(limit) if limit < 0 => None,
-        Some(limit) => small(limit).map(Some),
+        None => Ok(None),
+        Some(limit) if limit < 0 => Err(NoBounds),
+        Some(limit) => Ok(Some(small(limit).ok_or(NoBounds)?)),
     }
 }
 
-/// Returns the value that all sequences have; `None` if they differ.
-fn common(values: impl Iterator<Item = Option<i128>>) -> Option<Option<i128>> {
-    let mut found = None;
-    for value in values {
-        if found.is_some_and(|first| first != value) {
-            return None;
-        }
-        found = Some(value);
-    }
-    Some(found.flatten())
+/// Returns the limit that all sequences have, if they have one.
+fn common(mut limits: impl Iterator<Item = Option<i128>>) -> Result<Option<i128>, NoBounds> {
+    let Some(first) = limits.next() else { return Ok(None) };
+    if limits.all(|limit| limit == first) { Ok(first) } else { Err(NoBounds) }
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Result, bail};
 
-use super::constraint::{Alignment, Constraint, Reach};
+use super::constraint::{Constraint, QueryAlignment, Reach};
 use super::placement::Placement;
 use super::{AttentionMask, OP};
 
@@ -22,7 +22,7 @@ impl KeyPositions<'_> {
     /// Returns the keys in the chunk of `size` positions of each query; none for padding. These are the keys around the
     /// query's own whose positions are in the same chunk and do not decrease: another sequence begins where they do.
     fn chunks(&self, size: usize) -> Vec<Range<usize>> {
-        let Placement { query, tokens, keys, .. } = &self.placement;
+        let Placement { first_position, tokens, keys, .. } = &self.placement;
         let continues = |key: usize| {
             let position = (self.position)(key);
             let before = (self.position)(key - 1);
@@ -34,7 +34,7 @@ impl KeyPositions<'_> {
                 chunks.push(0..0);
                 continue;
             }
-            let own = (query + i as i128) as usize;
+            let own = (first_position + i as i128) as usize;
             if let Some(of_last) = chunks.last()
                 && of_last.contains(&own)
             {
@@ -56,9 +56,9 @@ impl KeyPositions<'_> {
 
     /// Returns whether chunks by the positions are chunks that count from key 0.
     fn counts_from_zero(&self, size: usize, chunks: &[Range<usize>]) -> bool {
-        let Placement { query, tokens, keys, .. } = &self.placement;
+        let Placement { first_position, tokens, keys, .. } = &self.placement;
         tokens.clone().zip(&chunks[tokens.clone()]).all(|(i, chunk)| {
-            let start = (query + i as i128) as usize / size * size;
+            let start = (first_position + i as i128) as usize / size * size;
             *chunk == (start..(start.saturating_add(size)).min(keys.end))
         })
     }
@@ -96,14 +96,14 @@ impl AttentionMask {
 }
 
 /// Checks that an alignment places the queries at their own keys.
-fn check_own_keys(alignment: &Alignment, sequences: &[KeyPositions]) -> Result<()> {
+fn check_own_keys(alignment: &QueryAlignment, sequences: &[KeyPositions]) -> Result<()> {
     for (b, KeyPositions { placement, .. }) in sequences.iter().enumerate() {
         let found = alignment.position(b, placement, 0);
-        if found != placement.query {
+        if found != placement.first_position {
             bail!(
                 "[{OP}] positions were given, and chunks of a mask count from key {found} for query 0 of sequence {b}, \
                  expected its own key {}",
-                placement.query
+                placement.first_position
             )
         }
     }

@@ -15,7 +15,7 @@ use candle_attention_modules::base::check_entries;
 #[derive(Debug, Clone)]
 pub(super) enum Constraint {
     /// Allows keys by their distance from the query's position.
-    Aligned(Alignment, Reach),
+    Aligned(QueryAlignment, Reach),
     /// Masks the keys at and past the length.
     ValidLens(ValidLens),
     /// Masks the keys before the start. Chunks count from it.
@@ -48,7 +48,7 @@ pub(super) enum Reach {
 
 /// The key position of a query.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Alignment {
+pub(super) enum QueryAlignment {
     /// The last query is at the last key.
     End,
     /// Query i is at key i + n.
@@ -84,21 +84,21 @@ impl Placement {
 
     /// Returns the row of keys at which query `i` is located. There need not be such a row.
     pub(super) fn query_position(&self, constraints: &[Constraint], b: usize, i: usize) -> QueryPosition {
-        let row = |alignment: &Alignment| {
+        let row = |alignment: &QueryAlignment| {
             let row = alignment.position(b, self, i) - self.keys.start as i128;
             row.clamp(i64::MIN.into(), i64::MAX.into()) as i64
         };
         let mut rows = constraints.iter().filter_map(Constraint::alignment).map(row);
-        let first = rows.next().unwrap_or_else(|| row(&Alignment::End));
+        let first = rows.next().unwrap_or_else(|| row(&QueryAlignment::End));
         QueryPosition { first, other: rows.find(|&other| other != first) }
     }
 }
 
-impl Alignment {
+impl QueryAlignment {
     /// Returns the key position of query `i` of sequence `b`. Sums of sizes and positions do not overflow in i128.
     pub fn position(&self, b: usize, placement: &Placement, i: usize) -> i128 {
         let first = match self {
-            Self::End => placement.query,
+            Self::End => placement.first_position,
             Self::Offset(n) => placement.first_query as i128 + *n as i128,
             Self::Offsets(offsets) => placement.first_query as i128 + i128::from(offsets.get(b).copied().unwrap_or(0)),
         };
@@ -194,7 +194,7 @@ impl Constraint {
     }
 
     /// Returns the alignment of a constraint that counts from the query's position.
-    pub fn alignment(&self) -> Option<&Alignment> {
+    pub fn alignment(&self) -> Option<&QueryAlignment> {
         if let Self::Aligned(alignment, _) = self { Some(alignment) } else { None }
     }
 
@@ -202,7 +202,7 @@ impl Constraint {
     /// all.
     pub fn check(&self, n: usize, sizes: &[SequenceSize]) -> Result<()> {
         match self {
-            Self::Aligned(Alignment::Offsets(offsets), _) => {
+            Self::Aligned(QueryAlignment::Offsets(offsets), _) => {
                 check_entries(OP, "causal_with_offsets", offsets.len(), n, "sequences")
             }
             Self::Aligned(..) | Self::Padded(_) => Ok(()),

@@ -38,7 +38,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
-use constraint::{Alignment, Constraint, Reach};
+use constraint::{Constraint, QueryAlignment, Reach};
 use placement::Placements;
 use tokenizer::Tokenized;
 
@@ -117,7 +117,7 @@ impl AttentionMask {
     /// attend to nothing.
     #[doc(alias("is_causal", "tril", "triu"))]
     pub fn causal() -> Self {
-        Self::aligned(Alignment::End)
+        Self::aligned(QueryAlignment::End)
     }
 
     /// Returns a causal mask that is aligned to the beginning: query i attends to keys `0..=i`, for any T_kv. This
@@ -127,12 +127,12 @@ impl AttentionMask {
     /// [`causal`](Self::causal).
     #[doc(alias = "is_causal")]
     pub fn causal_upper_left() -> Self {
-        Self::aligned(Alignment::Offset(0))
+        Self::aligned(QueryAlignment::Offset(0))
     }
 
     /// Returns a causal mask with an offset: query i attends to keys `0..=i + n`.
     pub fn causal_with_offset(n: usize) -> Self {
-        Self::aligned(Alignment::Offset(n))
+        Self::aligned(QueryAlignment::Offset(n))
     }
 
     /// Returns a causal mask with an offset for each of B sequences: query i of sequence b attends to keys
@@ -151,7 +151,7 @@ impl AttentionMask {
     /// # Ok(()) }
     /// ```
     pub fn causal_with_offsets(offsets: impl Into<Arc<[i64]>>) -> Self {
-        Self::aligned(Alignment::Offsets(offsets.into()))
+        Self::aligned(QueryAlignment::Offsets(offsets.into()))
     }
 
     /// Returns the mask of a tokenizer's attention mask (B, T_kv), which has ones for tokens and zeros for padding, in
@@ -196,7 +196,7 @@ impl AttentionMask {
         if starts.iter().any(|&start| start > 0) { mask.with_starts(starts) } else { mask }
     }
 
-    fn aligned(alignment: Alignment) -> Self {
+    fn aligned(alignment: QueryAlignment) -> Self {
         Self::none().with(Constraint::Aligned(alignment, Reach::Causal { prefix: Vec::new() }))
     }
 }
@@ -396,7 +396,7 @@ impl AttentionMask {
     /// these have none.
     fn with_aligned(self, builder: &str, reach: Reach) -> Self {
         let mut alignments = self.constraints.iter().filter_map(Constraint::alignment);
-        let alignment = alignments.next().unwrap_or(&Alignment::End).clone();
+        let alignment = alignments.next().unwrap_or(&QueryAlignment::End).clone();
         let is_clear = alignments.all(|other| *other == alignment);
         self.with(if is_clear { Constraint::Aligned(alignment, reach) } else { Constraint::ambiguous(builder) })
     }

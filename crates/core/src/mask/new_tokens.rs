@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::constraint::{Alignment, Constraint, Reach};
+use super::constraint::{Constraint, QueryAlignment, Reach};
 use super::tensors::{check_memory, readable};
 use super::tree::TokenTree;
 use super::{AttentionMask, OP};
@@ -164,8 +164,8 @@ impl AttentionMask {
         let mut reaches = Vec::new();
         for constraint in &self.constraints {
             match constraint {
-                Constraint::Aligned(Alignment::End, Reach::Causal { .. }) => {}
-                Constraint::Aligned(Alignment::End, reach) => reaches.push(reach),
+                Constraint::Aligned(QueryAlignment::End, Reach::Causal { .. }) => {}
+                Constraint::Aligned(QueryAlignment::End, reach) => reaches.push(reach),
                 _ => mask.constraints.push(constraint.clone()),
             }
         }

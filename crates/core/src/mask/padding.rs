@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 
 use super::AttentionMask;
-use super::constraint::{Alignment, Constraint, Reach};
+use super::constraint::{Constraint, QueryAlignment, Reach};
 
 /// A sequence whose first query is at another position by an offset of the mask than by the cache.
 pub(crate) struct OtherOffset {
@@ -76,9 +76,9 @@ impl AttentionMask {
         for alignment in self.constraints.iter().filter_map(Constraint::alignment) {
             for (b, &query) in first_queries.iter().enumerate() {
                 let offset = match alignment {
-                    Alignment::End => continue,
-                    Alignment::Offset(n) => *n as i128,
-                    Alignment::Offsets(offsets) => match offsets.get(b) {
+                    QueryAlignment::End => continue,
+                    QueryAlignment::Offset(n) => *n as i128,
+                    QueryAlignment::Offsets(offsets) => match offsets.get(b) {
                         Some(&n) => n.into(),
                         None => continue,
                     },

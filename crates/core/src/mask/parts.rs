@@ -134,7 +134,7 @@ impl AttentionMask {
         let t_q = queries.len();
         let t_kv = keys.len();
         let first = queries.start;
-        let each = vec![Placement { query: first as i128, first_query: first, tokens: 0..t_q, keys }];
+        let each = vec![Placement { first_position: first as i128, first_query: first, tokens: 0..t_q, keys }];
         Ok(mask.placed(Placements { b, t_q, t_kv, each }))
     }
 

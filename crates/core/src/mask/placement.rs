@@ -24,7 +24,7 @@ pub(crate) struct PackedRows {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Placement {
     /// The position of query 0. It is negative if the call begins with padding.
-    pub query: i128,
+    pub first_position: i128,
     /// The index of query 0 among all queries of the sequence, from which offsets count.
     pub first_query: usize,
     /// The queries that are tokens. The others attend to nothing.
@@ -36,7 +36,7 @@ pub(crate) struct Placement {
 impl Placement {
     /// Returns the placement of a whole sequence: the last query is at the last key.
     pub fn whole(t_q: usize, t_kv: usize) -> Self {
-        Self { query: t_kv as i128 - t_q as i128, first_query: 0, tokens: 0..t_q, keys: 0..t_kv }
+        Self { first_position: t_kv as i128 - t_q as i128, first_query: 0, tokens: 0..t_q, keys: 0..t_kv }
     }
 }
 

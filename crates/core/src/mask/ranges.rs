@@ -88,7 +88,7 @@ pub(crate) struct SequenceRows {
     /// The number of its first key.
     pub first_key: usize,
     /// The key position of its first query, which may be outside of the sequence.
-    pub position: i64,
+    pub first_position: i64,
 }
 
 /// A sequence whose first query has two positions by joined masks.
@@ -102,11 +102,11 @@ struct PositionConflict {
 impl RowRanges {
     /// Returns the rows of one of several packed sequences, as of a batch of one.
     pub fn of_sequence(&self, s: usize) -> Self {
-        let SequenceRows { queries, first_key, position } = self.sequences[s].clone();
+        let SequenceRows { queries, first_key, first_position } = self.sequences[s].clone();
         let keys = self.keys[queries].iter().map(|keys| keys.start - first_key..keys.end - first_key);
         let keys: Vec<_> = keys.collect();
-        let position = position.saturating_sub(first_key as i64);
-        let sequences = vec![SequenceRows { queries: 0..keys.len(), first_key: 0, position }];
+        let first_position = first_position.saturating_sub(first_key as i64);
+        let sequences = vec![SequenceRows { queries: 0..keys.len(), first_key: 0, first_position }];
         Self { keys, sequences, conflict: self.conflict }
     }
 
@@ -121,7 +121,7 @@ impl RowRanges {
                  the positions {position} and {other}, expected one"
             )
         }
-        self.by_query(|sequence, i| sequence.position.saturating_add(i))
+        self.by_query(|sequence, i| sequence.first_position.saturating_add(i))
     }
 
     /// Returns a number for each query, which `number` computes from its sequence and its index in the sequence.
@@ -203,7 +203,11 @@ impl AttentionMask {
             if let Some(other) = other {
                 conflict.get_or_insert(PositionConflict { sequence: s, position, other });
             }
-            sequences.push(SequenceRows { queries, first_key, position: position.saturating_add(first_key as i64) });
+            sequences.push(SequenceRows {
+                queries,
+                first_key,
+                first_position: position.saturating_add(first_key as i64),
+            });
         }
         Ok(RowRanges { keys, sequences, conflict })
     }

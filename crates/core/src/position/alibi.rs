@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::{CallContext, Positions, QueryKeyPositions, ScoreArguments, ScoreModifier, SharedModifier};
+use super::{CallContext, Positions, QueryKeyPositions, ScoreArguments, ScoreTerm, SharedTerm};
 use candle_attention_modules::base::{accumulation_dtype, check_entries, check_memory, number, to_device};
 use candle_attention_modules::linear::KeysAndValues;
 
@@ -95,7 +95,7 @@ pub(crate) fn alibi(
     num_heads: usize,
     heads: Range<usize>,
     device: &Device,
-) -> Result<SharedModifier> {
+) -> Result<SharedTerm> {
     let slopes = &config.slopes(num_heads)?[heads];
     Ok(Arc::new(match config {
         AlibiConfig::Falcon => {
@@ -114,7 +114,7 @@ enum Alibi {
     OfKeys(Tensor),
 }
 
-impl ScoreModifier for Alibi {
+impl ScoreTerm for Alibi {
     fn modify(&self, arguments: &mut ScoreArguments, _: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         let slopes = match self {
             Self::OfDistances(slopes) if call.has_tree => return add_biases_by_pair(slopes, arguments, call),

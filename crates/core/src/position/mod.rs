@@ -217,7 +217,7 @@ pub(crate) struct QueryKeyPositions<'a> {
 }
 
 /// A part of a layer that changes its attention scores: a bias, relative positions, a window.
-pub(crate) trait ScoreModifier: Debug + Send + Sync {
+pub(crate) trait ScoreTerm: Debug + Send + Sync {
     /// Changes the arguments of attention. `kv` are the call's keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v),
     /// or `None` if the queries attend to a cache.
     ///
@@ -227,7 +227,7 @@ pub(crate) trait ScoreModifier: Debug + Send + Sync {
 }
 
 /// A score modifier that clones of a layer share.
-pub(crate) type SharedModifier = Arc<dyn ScoreModifier>;
+pub(crate) type SharedTerm = Arc<dyn ScoreTerm>;
 
 #[cfg(test)]
 mod tests {

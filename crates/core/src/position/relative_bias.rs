@@ -6,7 +6,7 @@ use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use super::{CallContext, Latest, Positions, QueryKeyPositions, ScoreArguments, ScoreModifier, gathered, latest};
+use super::{CallContext, Latest, Positions, QueryKeyPositions, ScoreArguments, ScoreTerm, gathered, latest};
 use candle_attention_modules::base::{HeadShard, ParameterReader, frozen, number};
 use candle_attention_modules::linear::KeysAndValues;
 
@@ -149,7 +149,7 @@ pub struct RelativeBias {
     latest: Arc<Latest<[Positions; 2], Tensor>>,
 }
 
-impl ScoreModifier for RelativeBias {
+impl ScoreTerm for RelativeBias {
     fn modify(&self, arguments: &mut ScoreArguments, _: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         let biases = if let Some(sequences) = call.packed {
             if call.has_given_positions {

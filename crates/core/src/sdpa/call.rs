@@ -2,10 +2,12 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::options::{OutputLayout, SdpaOptions};
+use super::dropout::DropoutDraw;
+use super::options::{Backend, OutputLayout, SdpaOptions};
 use super::packed::PackedSequences;
 use crate::mask::{AttentionMask, CallRanges, FullyMaskedRows, RowRanges};
-pub(super) use candle_attention_kernels::flash::AttentionDims as Dims;
+use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, ScoreModifiers};
+use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, is_addressable, transpose_linked};
 
 /// Queries, keys and values.
@@ -14,13 +16,6 @@ pub(crate) struct Qkv<'a> {
     pub q: &'a Tensor,
     pub k: &'a Tensor,
     pub v: &'a Tensor,
-}
-
-/// The scales (B, H_kv, T_kv, 1) of keys and values that are stored as codes of 8 bits.
-#[derive(Clone)]
-pub(crate) struct KvScales {
-    pub k: Tensor,
-    pub v: Tensor,
 }
 
 /// The code of the number 0.
@@ -39,26 +34,23 @@ pub(crate) fn decoded(codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<T
 pub(crate) struct Call {
     /// The name of the public function, for errors.
     pub op: &'static str,
-    /// (B, H, T_q, D).
-    pub q: Tensor,
-    /// (B, H_kv, T_kv, D). A batch of one is expanded to B, which copies nothing.
-    pub k: Tensor,
-    /// (B, H_kv, T_kv, D_v), expanded likewise.
-    pub v: Tensor,
-    /// The scales of keys and values that are codes of 8 bits.
-    pub scales: Option<KvScales>,
+    /// The tensors and score modifiers. Keys and values with a batch of one are expanded to B, which copies nothing. A
+    /// boolean mask is u8, a bias has the dtype of the scores, or on CUDA that of the queries; both broadcast to (B, H,
+    /// T_q, T_kv). Dropout is not drawn yet.
+    pub attention: AttentionCall<Tensor, MaskedKeys>,
+    pub fully_masked_rows: FullyMaskedRows,
+    /// The weights to drop, if some are.
+    pub dropout: Option<DropoutDraw>,
+    pub backend: Backend,
+    pub instruction_set: Option<InstructionSet>,
+}
+
+/// The keys that each query of a call attends to, apart from a boolean mask.
+pub(crate) struct MaskedKeys {
     /// The range of keys that each query attends to, for a batch or for packed sequences.
     pub ranges: CallRanges,
-    /// A boolean mask on top of the ranges: u8 that broadcasts to (B, H, T_q, T_kv).
-    pub bool_mask: Option<Tensor>,
-    /// An additive bias, which broadcasts to (B, H, T_q, T_kv): in the dtype of the scores, or on CUDA in that of the
-    /// queries.
-    pub bias: Option<Tensor>,
-    pub fully_masked_rows: FullyMaskedRows,
-    pub options: SdpaOptions,
     /// The sequences of a packed call, whose q, k and v are (1, H, total, D).
     pub sequences: Option<PackedSequences>,
-    pub dims: Dims,
 }
 
 impl Call {
@@ -104,7 +96,7 @@ impl Call {
     pub fn with_all_dims(
         op: &'static str,
         qkv: Qkv,
-        scales: Option<&KvScales>,
+        scales: Option<&KvScales<Tensor>>,
         sequences: Option<&PackedSequences>,
         mask: &AttentionMask,
         options: &SdpaOptions,
@@ -135,20 +127,32 @@ impl Call {
         let bias = mask.bias_tensor(scores, bias_dtype(mask, &q, dtype), q.device())?;
         let call = Self {
             op,
-            q,
-            k,
-            v,
-            scales: scales.cloned(),
-            ranges,
-            bool_mask,
-            bias,
+            attention: AttentionCall {
+                dims,
+                q,
+                k,
+                v,
+                kv_scales: scales.cloned(),
+                keys: MaskedKeys { ranges, sequences: sequences.cloned() },
+                scores: ScoreModifiers {
+                    scale: options.scale.unwrap_or(1.0 / (dims.d as f64).sqrt()),
+                    softcap: options.softcap,
+                    alibi_slopes: options.alibi_slopes.clone(),
+                    relative_bias: options.relative_bias.clone(),
+                    bias,
+                    boolean_mask: bool_mask,
+                    sinks: options.sinks.clone(),
+                    dropout: None,
+                },
+                output_layout: if sequences.is_some() { OutputLayout::Bthd } else { options.output_layout },
+            },
             fully_masked_rows: mask.fully_masked_rows(),
-            options: options.clone(),
-            sequences: sequences.cloned(),
-            dims,
+            dropout: DropoutDraw::new(options),
+            backend: options.backend,
+            instruction_set: options.instruction_set,
         };
         let distances = (call.most_queries() + call.most_keys()).saturating_sub(1);
-        options.check(op, &call.q, distances, dtype)?;
+        options.check(op, &call.attention.q, distances, dtype)?;
         Ok(call)
     }
 
@@ -157,53 +161,54 @@ impl Call {
     /// # Errors
     /// If they do not fit in memory.
     pub fn rows(&self) -> Result<&RowRanges> {
-        self.ranges.rows(self.op)
+        self.attention.keys.ranges.rows(self.op)
     }
 
     /// Returns T_q, or the most queries of a packed sequence.
     pub fn most_queries(&self) -> usize {
-        self.sequences.as_ref().map_or(self.dims.t_q, PackedSequences::most_queries)
+        self.sequences().map_or(self.attention.dims.t_q, PackedSequences::most_queries)
     }
 
     /// Returns T_kv, or the most keys of a packed sequence.
     pub fn most_keys(&self) -> usize {
-        self.sequences.as_ref().map_or(self.dims.t_kv, PackedSequences::most_keys)
+        self.sequences().map_or(self.attention.dims.t_kv, PackedSequences::most_keys)
     }
 
-    /// Returns the order of the output's dimensions in memory.
-    pub fn output_layout(&self) -> OutputLayout {
-        if self.sequences.is_some() { OutputLayout::Bthd } else { self.options.output_layout }
+    /// Returns the sequences of a packed call.
+    pub fn sequences(&self) -> Option<&PackedSequences> {
+        self.attention.keys.sequences.as_ref()
     }
 
     /// Returns an output (B, H, T_q, D_v) that is contiguous in the call's layout.
     pub fn in_output_layout(&self, output: Tensor) -> Result<Tensor> {
-        let layout = self.output_layout();
+        let layout = self.attention.output_layout;
         swapped_for(layout, swapped_for(layout, output)?.contiguous()?)
     }
 
     /// Returns keys and values as floats of a dtype.
     pub fn float_keys_and_values(&self, dtype: DType) -> Result<[Tensor; 2]> {
-        match &self.scales {
-            None => Ok([self.k.to_dtype(dtype)?, self.v.to_dtype(dtype)?]),
-            Some(scales) => Ok([decoded(&self.k, &scales.k, dtype)?, decoded(&self.v, &scales.v, dtype)?]),
+        let AttentionCall { k, v, kv_scales, .. } = &self.attention;
+        match kv_scales {
+            None => Ok([k.to_dtype(dtype)?, v.to_dtype(dtype)?]),
+            Some(scales) => Ok([decoded(k, &scales.k, dtype)?, decoded(v, &scales.v, dtype)?]),
         }
     }
 
     /// Returns (B, H, T_q, T_kv).
     pub fn score_dims(&self) -> [usize; 4] {
-        [self.dims.b, self.dims.h, self.dims.t_q, self.dims.t_kv]
-    }
-
-    /// Returns the factor on q kᵀ.
-    pub fn scale(&self) -> f64 {
-        self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt())
+        let Dims { b, h, t_q, t_kv, .. } = self.attention.dims;
+        [b, h, t_q, t_kv]
     }
 
     /// Returns whether an input is tracked for gradients.
     pub fn tracks_gradients(&self) -> bool {
-        let from_options = self.options.tensors().map(|option| option.tensor);
-        [&self.q, &self.k, &self.v].into_iter().chain(&self.bias).chain(from_options).any(Tensor::track_op)
+        self.attention.differentiable().in_order().into_iter().any(is_tracked)
     }
+}
+
+/// Returns whether an input exists and is tracked for gradients.
+pub(super) fn is_tracked(input: Option<&Tensor>) -> bool {
+    input.is_some_and(Tensor::track_op)
 }
 
 /// Returns the dtype of a call's bias, for scores in `scores`. The CUDA kernels read a bias in the dtype of the queries

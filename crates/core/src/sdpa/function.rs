@@ -1,13 +1,14 @@
 //! Scaled dot-product attention as a function, for batches and for packed sequences.
 
+use candle_attention_call::RequestedResults;
 use candle_core::{Result, Tensor};
 
 use super::call::{Call, Qkv};
 use super::options::SdpaOptions;
 use super::packed::PackedSequences;
 use super::plan::Plan;
-use super::request::{self, OutputOnly, Request, WithLogSumExp, WithStatistics, WithWeights};
-use super::result::{AttentionOutput, AttentionResult};
+use super::results::{Attended, AttentionOutput, operation};
+use super::run;
 use super::statistics::{AttentionStatistics, StatisticsOptions};
 use crate::mask::AttentionMask;
 
@@ -48,7 +49,7 @@ pub fn scaled_dot_product_attention(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<Tensor> {
-    attend_in_batch(Qkv { q, k, v }, mask, options, OutputOnly)
+    Ok(attend_in_batch(Qkv { q, k, v }, mask, options, RequestedResults::default())?.output)
 }
 
 /// Computes [`scaled_dot_product_attention`], and returns the weights too.
@@ -63,7 +64,8 @@ pub fn scaled_dot_product_attention_with_weights(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<AttentionOutput> {
-    attend_in_batch(Qkv { q, k, v }, mask, options, WithWeights)
+    let wanted = RequestedResults { weights: true, ..RequestedResults::default() };
+    attend_in_batch(Qkv { q, k, v }, mask, options, wanted)?.output_and_weights()
 }
 
 /// Computes [`scaled_dot_product_attention`], and returns the log-sum-exp of each query's scores too: (B, H, T_q) in
@@ -82,7 +84,8 @@ pub fn scaled_dot_product_attention_with_lse(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    attend_in_batch(Qkv { q, k, v }, mask, options, WithLogSumExp)
+    let wanted = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
+    attend_in_batch(Qkv { q, k, v }, mask, options, wanted)?.output_and_log_sum_exp()
 }
 
 /// Computes [`scaled_dot_product_attention`], and returns statistics of its weights too: for each query the keys with
@@ -119,7 +122,8 @@ pub fn scaled_dot_product_attention_with_statistics(
     options: &SdpaOptions,
     wanted: &StatisticsOptions,
 ) -> Result<(Tensor, AttentionStatistics)> {
-    attend_in_batch(Qkv { q, k, v }, mask, options, WithStatistics(wanted))
+    let results = RequestedResults { statistics: Some(wanted.requested()), ..RequestedResults::default() };
+    attend_in_batch(Qkv { q, k, v }, mask, options, results)?.output_and_statistics()
 }
 
 /// Returns the backend that [`scaled_dot_product_attention`] would run for these arguments, and the reason.
@@ -127,7 +131,7 @@ pub fn scaled_dot_product_attention_with_statistics(
 /// # Errors
 /// As [`scaled_dot_product_attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-    request::plan(&Call::new("plan", Qkv { q, k, v }, None, mask, options)?)
+    run::plan(&Call::new("plan", Qkv { q, k, v }, None, mask, options)?)
 }
 
 /// Computes [`scaled_dot_product_attention`] over packed sequences: sequences of different lengths, one after the other
@@ -166,7 +170,7 @@ pub fn scaled_dot_product_attention_varlen(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<Tensor> {
-    attend_in_packed(Qkv { q, k, v }, sequences, mask, options, OutputOnly)
+    Ok(attend_in_packed(Qkv { q, k, v }, sequences, mask, options, RequestedResults::default())?.output)
 }
 
 /// Computes [`scaled_dot_product_attention_varlen`], and returns the log-sum-exp of each query's scores too: (H,
@@ -182,7 +186,8 @@ pub fn scaled_dot_product_attention_varlen_with_lse(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    attend_in_packed(Qkv { q, k, v }, sequences, mask, options, WithLogSumExp)
+    let wanted = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
+    attend_in_packed(Qkv { q, k, v }, sequences, mask, options, wanted)?.output_and_log_sum_exp()
 }
 
 /// Computes [`scaled_dot_product_attention_varlen`], and returns statistics of its weights too, without the dimension
@@ -200,28 +205,34 @@ pub fn scaled_dot_product_attention_varlen_with_statistics(
     options: &SdpaOptions,
     wanted: &StatisticsOptions,
 ) -> Result<(Tensor, AttentionStatistics)> {
-    attend_in_packed(Qkv { q, k, v }, sequences, mask, options, WithStatistics(wanted))
+    let results = RequestedResults { statistics: Some(wanted.requested()), ..RequestedResults::default() };
+    attend_in_packed(Qkv { q, k, v }, sequences, mask, options, results)?.output_and_statistics()
 }
 
-/// Runs a request for a batch. The results have the rank of q.
-fn attend_in_batch<R: Request>(qkv: Qkv, mask: &AttentionMask, options: &SdpaOptions, request: R) -> Result<R::Result> {
-    let call = Call::new(request.operation(false), qkv, None, mask, options)?;
+/// Attends in a batch. The results have the rank of q.
+fn attend_in_batch(
+    qkv: Qkv,
+    mask: &AttentionMask,
+    options: &SdpaOptions,
+    wanted: RequestedResults,
+) -> Result<Attended> {
+    let call = Call::new(operation(wanted, false), qkv, None, mask, options)?;
     let missing = 4 - qkv.q.rank();
-    request::run(call, request)?
-        .map(|output| without_leading_dims(output, missing), |other| without_leading_dims(other, missing))
+    run::run(call, wanted)?.map(|result| without_leading_dims(result, missing))
 }
 
-/// Runs a request for packed sequences. The output is (total_q, H, D_v), and other results have no B.
-fn attend_in_packed<R: Request>(
+/// Attends in packed sequences. The output is (total_q, H, D_v), and other results have no B.
+fn attend_in_packed(
     qkv: Qkv,
     sequences: &PackedSequences,
     mask: &AttentionMask,
     options: &SdpaOptions,
-    request: R,
-) -> Result<R::Result> {
-    let call = Call::new(request.operation(true), qkv, Some(sequences), mask, options)?;
-    request::run(call, request)?
-        .map(|output| without_leading_dims(output.transpose(1, 2)?, 1), |other| without_leading_dims(other, 1))
+    wanted: RequestedResults,
+) -> Result<Attended> {
+    let call = Call::new(operation(wanted, true), qkv, Some(sequences), mask, options)?;
+    let mut attended = run::run(call, wanted)?;
+    attended.output = attended.output.transpose(1, 2)?;
+    attended.map(|result| without_leading_dims(result, 1))
 }
 
 /// Removes the first dimensions of a tensor, which are 1.

@@ -1,12 +1,14 @@
 //! Attention from the queries of a layer to keys and values that were computed in the same call.
 
-use candle_core::{Result, Tensor};
+use candle_attention_call::RequestedResults;
+use candle_core::{Result, Tensor, bail};
 
 use super::call::{Call, Qkv};
 use super::options::SdpaOptions;
 use super::packed::PackedSequences;
 use super::plan::Plan;
-use super::request::{self, Request};
+use super::results::{Attended, operation};
+use super::run;
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::Expect;
 
@@ -22,20 +24,20 @@ pub(crate) struct OwnKeys<'a> {
 
 impl OwnKeys<'_> {
     /// Attends from queries (B, H, T_q, D).
-    pub fn attend<R: Request>(
+    pub fn attend(
         &self,
         q: &Tensor,
         mask: &AttentionMask,
         options: &SdpaOptions,
-        request: R,
-    ) -> Result<R::Result> {
-        let op = request.operation(self.sequences.is_some());
-        request::run(self.call(op, q, mask, options)?, request)
+        wanted: RequestedResults,
+    ) -> Result<Attended> {
+        let op = operation(wanted, self.sequences.is_some());
+        run::run(self.call(op, q, mask, options)?, wanted)
     }
 
     /// Returns the path of attention for its output.
     pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        request::plan(&self.call("plan", q, mask, options)?)
+        run::plan(&self.call("plan", q, mask, options)?)
     }
 
     fn call(&self, op: &'static str, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Call> {
@@ -55,19 +57,29 @@ pub(crate) struct FunctionKeys<'a> {
 
 impl FunctionKeys<'_> {
     /// Attends from queries (B, H, T_q, D), and checks the output.
-    pub fn attend<R: Request>(
+    ///
+    /// # Errors
+    /// If more than the output is requested.
+    pub fn attend(
         &self,
         q: &Tensor,
         mask: &AttentionMask,
         options: &SdpaOptions,
-        request: R,
-    ) -> Result<R::Result> {
-        request.run_function(|| {
-            let output = (self.function)(q, &self.k, &self.v, mask, options)?;
-            let (b, h, t_q, _) = q.dims4()?;
-            let found = Expect::one("attention_function", "the output", &output);
-            found.sizes(&[b, h, t_q, self.v.dim(3)?])?.dtype(q.dtype(), "the queries'")?;
-            Ok(output)
-        })
+        wanted: RequestedResults,
+    ) -> Result<Attended> {
+        if wanted.weights {
+            bail!("[attention_function] weights were requested, which a caller's function does not return")
+        }
+        if wanted.log_sum_exp {
+            bail!("[attention_function] the log-sum-exp was requested, which a caller's function does not return")
+        }
+        if wanted.statistics.is_some() {
+            bail!("[attention_function] statistics were requested, which a caller's function does not return")
+        }
+        let output = (self.function)(q, &self.k, &self.v, mask, options)?;
+        let (b, h, t_q, _) = q.dims4()?;
+        let found = Expect::one("attention_function", "the output", &output);
+        found.sizes(&[b, h, t_q, self.v.dim(3)?])?.dtype(q.dtype(), "the queries'")?;
+        Ok(output.into())
     }
 }

@@ -1,11 +1,12 @@
 //! Scaled dot-product attention: one function for every device, dtype and mask.
 //!
-//! A call is checked ([`call`]), a path is chosen ([`plan`]), and the path computes what was requested ([`request`]).
-//! The reference path ([`reference`]) is the specification; a fused path returns its numbers.
+//! A call is checked ([`call`]), a path is chosen ([`plan`]), and the path computes the requested results
+//! ([`run`]). The reference path ([`reference`]) is the specification; a fused path returns its numbers.
 
 mod call;
 mod cpu;
 mod cuda;
+mod dropout;
 mod function;
 mod keys;
 mod merge;
@@ -13,10 +14,10 @@ mod metal;
 mod options;
 mod packed;
 mod plan;
+mod prepared;
 mod reference;
-mod request;
-mod result;
-mod score_tensors;
+mod results;
+mod run;
 mod softmax;
 mod statistics;
 #[cfg(test)]
@@ -35,16 +36,14 @@ pub use merge::merge_attention;
 pub use options::{Backend, OutputLayout, SdpaOptions, has_relative_bias, take_alibi_slopes, without_sinks};
 pub use packed::PackedSequences;
 pub use plan::Plan;
-pub use result::AttentionOutput;
+pub use results::AttentionOutput;
 pub use softmax::masked_softmax;
 pub use statistics::{AttentionStatistics, StatisticsOptions};
 
-pub(crate) use call::{Call, KvScales, Qkv, ZERO_POINT, decoded};
+pub(crate) use call::{Call, Qkv, ZERO_POINT, decoded};
 pub(crate) use keys::{FunctionKeys, OwnKeys};
-pub(crate) use request::{
-    OutputOnly, Request, WithStatistics, WithWeights, choose, plan as plan_of_call, run as run_request, run_on,
-};
-pub(crate) use result::AttentionResult;
+pub(crate) use results::{Attended, operation};
+pub(crate) use run::{choose, plan as plan_of_call, run as attend, run_on};
 
 /// Returns an error without the backtrace that Candle may append.
 fn first_line(error: &candle_core::Error) -> String {

@@ -8,7 +8,7 @@ use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::base::{Dim, Expect, OptionalRef, number};
 use candle_attention_modules::init::TorchSeed;
 
-pub use candle_attention_kernels::flash::OutputLayout;
+pub use candle_attention_call::OutputLayout;
 
 /// An implementation of attention.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -40,13 +40,6 @@ pub struct SdpaOptions {
     pub(crate) backend: Backend,
     pub(crate) output_layout: OutputLayout,
     pub(crate) instruction_set: Option<InstructionSet>,
-}
-
-/// A tensor of the options.
-pub(super) struct OptionTensor<'a> {
-    /// The words for it in errors.
-    pub name: &'static str,
-    pub tensor: &'a Tensor,
 }
 
 impl SdpaOptions {
@@ -179,13 +172,6 @@ impl SdpaOptions {
             by_sequence.push(biases.narrow(1, start, len)?.pad_with_zeros(1, 0, distances - len)?);
         }
         Ok(Self { relative_bias: Some(Tensor::stack(&by_sequence, 0)?), ..self.clone() })
-    }
-
-    /// Iterates over the tensors that modify the scores or their softmax.
-    pub(super) fn tensors(&self) -> impl Iterator<Item = OptionTensor<'_>> {
-        let Self { alibi_slopes, relative_bias, sinks, .. } = self;
-        let all = [("sinks", sinks), ("relative bias", relative_bias), ("ALiBi", alibi_slopes)];
-        all.into_iter().filter_map(|(name, tensor)| Some(OptionTensor { name, tensor: tensor.as_ref()? }))
     }
 
     /// Checks the options for queries (B, H, T_q, D) and scores of a dtype. `distances` is T_q + T_kv - 1 of the

@@ -2,81 +2,51 @@
 
 use std::ops::Range;
 
+use candle_attention_call::{AttentionCall, AttentionDims as Dims, RequestedResults, ScoreModifiers};
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
-use super::call::{Call, Dims};
-use super::options::{OutputLayout, SdpaOptions};
+use super::call::{Call, MaskedKeys};
+use super::dropout::{DropoutDraw, DropoutSource};
+use super::options::OutputLayout;
 use super::packed::PackedSequences;
+use super::results::Attended;
 use super::softmax::{Softmax, constant_like, masked_softmax_and_lse};
-use super::statistics::{AttentionStatistics, StatisticsOptions};
+use super::statistics::AttentionStatistics;
 use crate::mask::PackedRows;
 use candle_attention_kernels::flash::{WeightIndex, philox_keeps};
 use candle_attention_modules::base::{accumulation_dtype, check_memory, matmul, matmul_ready};
 
-/// Returns the attention output.
-pub(super) fn output(call: &Call) -> Result<Tensor> {
-    Ok(output_and_lse(call)?.0)
-}
-
-/// Returns the attention output and the log-sum-exp of the scores, (B, H, T_q).
-pub(super) fn output_and_lse(call: &Call) -> Result<(Tensor, Tensor)> {
-    match &call.sequences {
-        Some(sequences) if call.dims.t_q > 0 => {
-            let joined = attend_sequences(call, sequences, |_, _, _| Ok(()))?;
-            Ok((joined.output, joined.lse))
-        }
-        _ => {
-            let found = attend_batch(call, FirstRow::default())?;
-            Ok((found.output, found.lse))
-        }
-    }
-}
-
-/// Returns the attention output of a batch, and the weights after dropout in the dtype of the queries.
-pub(super) fn output_and_weights(call: &Call) -> Result<(Tensor, Tensor)> {
-    let found = attend_batch(call, FirstRow::default())?;
-    let weights = match found.weights {
-        Some(weights) => weights.after_dropout,
-        None => empty_weights(call)?,
-    };
-    Ok((found.output, weights.to_dtype(call.q.dtype())?))
-}
-
-/// Returns the attention output and statistics of the weights before dropout.
-pub(super) fn output_and_statistics(call: &Call, options: &StatisticsOptions) -> Result<(Tensor, AttentionStatistics)> {
-    if let Some(sequences) = &call.sequences
-        && call.dims.t_q > 0
+/// Returns the requested results.
+pub(super) fn attend(call: &Call, wanted: RequestedResults) -> Result<Attended> {
+    if let Some(sequences) = call.sequences()
+        && call.attention.dims.t_q > 0
     {
-        let mut parts = Vec::new();
-        let joined = attend_sequences(call, sequences, |sequence, weights, keys| {
-            let weights = before_dropout(sequence, weights)?;
-            parts.push(weights.pad_with_zeros(3, keys.start, call.dims.t_kv - keys.end)?);
-            Ok(())
-        })?;
-        // (1, H, total_q, total_kv).
-        let weights = Tensor::cat(&parts, 2)?.contiguous()?;
-        return Ok((joined.output, AttentionStatistics::from_weights(&weights.detach(), options)?));
+        return attend_sequences(call, sequences, wanted);
     }
-    let found = attend_batch(call, FirstRow::default())?;
-    let weights = before_dropout(call, found.weights)?;
-    Ok((found.output, AttentionStatistics::from_weights(&weights.detach(), options)?))
+    let BatchAttention { output, log_sum_exp, weights } = attend_batch(call, FirstRow::default())?;
+    let mut attended = Attended::from(output);
+    if wanted.log_sum_exp {
+        attended.log_sum_exp = Some(log_sum_exp);
+    }
+    if let Some(requested) = wanted.statistics {
+        let before = before_dropout(call, weights.as_ref())?;
+        attended.statistics = Some(AttentionStatistics::from_weights(&before.detach(), requested)?);
+    }
+    if wanted.weights {
+        let after = match weights {
+            Some(weights) => weights.after_dropout,
+            None => empty_weights(call)?,
+        };
+        attended.weights = Some(after.to_dtype(call.attention.q.dtype())?);
+    }
+    Ok(attended)
 }
 
-/// The attention output and the log-sum-exp of packed sequences.
-struct Joined {
-    output: Tensor,
-    lse: Tensor,
-}
-
-/// Attends in each packed sequence by itself. `with_weights` is called for each sequence that has queries, in order,
-/// with its call, its weights and the range of its keys.
-fn attend_sequences(
-    packed: &Call,
-    sequences: &PackedSequences,
-    mut with_weights: impl FnMut(&Call, Option<Weights>, Range<usize>) -> Result<()>,
-) -> Result<Joined> {
+/// Attends in each packed sequence by itself. Packed sequences have no weights (B, H, T_q, T_kv).
+fn attend_sequences(packed: &Call, sequences: &PackedSequences, wanted: RequestedResults) -> Result<Attended> {
     let mut outputs = Vec::new();
-    let mut lses = Vec::new();
+    let mut log_sum_exps = Vec::new();
+    let mut rows_of_weights = Vec::new();
     for (s, PackedRows { queries, keys }) in sequences.rows().enumerate() {
         if queries.is_empty() {
             continue;
@@ -84,11 +54,22 @@ fn attend_sequences(
         let call = call_of_sequence(packed, sequences, s)?;
         let found = attend_batch(&call, FirstRow { query: queries.start, key: keys.start })?;
         outputs.push(found.output);
-        lses.push(found.lse);
-        with_weights(&call, found.weights, keys)?;
+        log_sum_exps.push(found.log_sum_exp);
+        if wanted.statistics.is_some() {
+            let weights = before_dropout(&call, found.weights.as_ref())?;
+            rows_of_weights.push(weights.pad_with_zeros(3, keys.start, packed.attention.dims.t_kv - keys.end)?);
+        }
     }
-    let output = packed.in_output_layout(Tensor::cat(&outputs, 2)?.contiguous()?)?;
-    Ok(Joined { output, lse: Tensor::cat(&lses, 2)?.contiguous()? })
+    let mut attended = Attended::from(packed.in_output_layout(Tensor::cat(&outputs, 2)?.contiguous()?)?);
+    if wanted.log_sum_exp {
+        attended.log_sum_exp = Some(Tensor::cat(&log_sum_exps, 2)?.contiguous()?);
+    }
+    if let Some(requested) = wanted.statistics {
+        // (1, H, total_q, total_kv).
+        let weights = Tensor::cat(&rows_of_weights, 2)?.contiguous()?;
+        attended.statistics = Some(AttentionStatistics::from_weights(&weights.detach(), requested)?);
+    }
+    Ok(attended)
 }
 
 /// Returns the call of one packed sequence.
@@ -98,27 +79,30 @@ fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Res
     let t_q = queries.len();
     let t_kv = keys.len();
     let narrowed = |xs: &Tensor, rows: &Range<usize>| xs.narrow(2, rows.start, rows.len());
-    let mut options = packed.options.clone();
-    // The outputs of all sequences are put into the layout together.
-    options.output_layout = OutputLayout::Bhtd;
-    if let Some(biases) = &packed.options.relative_bias {
+    let AttentionCall { dims, q, k, v, keys: MaskedKeys { ranges, .. }, scores, .. } = &packed.attention;
+    let mut scores = scores.clone();
+    if let Some(biases) = &mut scores.relative_bias {
         let distances = (t_q + t_kv).saturating_sub(1);
-        options.relative_bias = Some(biases.narrow(D::Minus1, sequences.most_queries() - t_q, distances)?);
+        *biases = biases.narrow(D::Minus1, sequences.most_queries() - t_q, distances)?;
     }
     Ok(Call {
         op: packed.op,
-        q: narrowed(&packed.q, &queries)?,
-        k: narrowed(&packed.k, &keys)?,
-        v: narrowed(&packed.v, &keys)?,
-        ranges: packed.ranges.of_sequence(packed.op, s)?,
-        options,
-        dims: Dims { t_q, t_kv, ..packed.dims },
+        attention: AttentionCall {
+            dims: Dims { t_q, t_kv, ..*dims },
+            q: narrowed(q, &queries)?,
+            k: narrowed(k, &keys)?,
+            v: narrowed(v, &keys)?,
+            // Packed sequences have no codes.
+            kv_scales: None,
+            keys: MaskedKeys { ranges: ranges.of_sequence(packed.op, s)?, sequences: None },
+            scores,
+            // The outputs of all sequences are put into the layout together.
+            output_layout: OutputLayout::Bhtd,
+        },
         fully_masked_rows: packed.fully_masked_rows,
-        // Packed sequences have none of these.
-        scales: None,
-        bool_mask: None,
-        bias: None,
-        sequences: None,
+        dropout: packed.dropout.clone(),
+        backend: packed.backend,
+        instruction_set: packed.instruction_set,
     })
 }
 
@@ -132,43 +116,45 @@ struct FirstRow {
 /// The results of attention in a batch.
 struct BatchAttention {
     output: Tensor,
-    lse: Tensor,
+    log_sum_exp: Tensor,
     /// `None` if there are no scores.
-    weights: Option<Weights>,
+    weights: Option<AttentionWeights>,
 }
 
 /// The attention weights (B, H, T_q, T_kv) in the dtype of the accumulation.
-struct Weights {
+struct AttentionWeights {
     before_dropout: Tensor,
     after_dropout: Tensor,
 }
 
 /// Returns the weights before dropout, which are empty for a call without scores.
-fn before_dropout(call: &Call, weights: Option<Weights>) -> Result<Tensor> {
+fn before_dropout(call: &Call, weights: Option<&AttentionWeights>) -> Result<Tensor> {
     match weights {
-        Some(weights) => Ok(weights.before_dropout),
+        Some(weights) => Ok(weights.before_dropout.clone()),
         None => empty_weights(call),
     }
 }
 
 /// Returns the weights of a call without scores.
 fn empty_weights(call: &Call) -> Result<Tensor> {
-    let device = call.q.device();
+    let device = call.attention.q.device();
     if device.is_cuda() {
         bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op)
     }
-    Tensor::zeros(&call.score_dims(), accumulation_dtype(call.q.dtype()), device)
+    Tensor::zeros(&call.score_dims(), accumulation_dtype(call.attention.q.dtype()), device)
 }
 
 /// Attends in a batch, step by step as the documentation of the function lists them.
 fn attend_batch(call: &Call, first: FirstRow) -> Result<BatchAttention> {
-    let Dims { b, h, t_q, t_kv, .. } = call.dims;
+    let Dims { b, h, t_q, t_kv, .. } = call.attention.dims;
     let score_dims = call.score_dims();
     check_memory(call.op, format_args!("a tensor of scores {score_dims:?}"), &score_dims)?;
-    let device = call.q.device();
-    let dtype = accumulation_dtype(call.q.dtype());
-    let bool_mask = call.rows()?.to_bool_mask(call.bool_mask.clone(), score_dims, device)?;
-    let sinks = match &call.options.sinks {
+    let device = call.attention.q.device();
+    let dtype = accumulation_dtype(call.attention.q.dtype());
+    let ScoreModifiers { scale, softcap, alibi_slopes, relative_bias, bias, boolean_mask, sinks, dropout: _ } =
+        &call.attention.scores;
+    let bool_mask = call.rows()?.to_bool_mask(boolean_mask.clone(), score_dims, device)?;
+    let sinks = match sinks {
         Some(sinks) => Some(sinks.to_dtype(dtype)?.reshape((1, h, 1, 1))?),
         None => None,
     };
@@ -177,34 +163,41 @@ fn attend_batch(call: &Call, first: FirstRow) -> Result<BatchAttention> {
     }
 
     // Scaling the queries is scaling the scores, with T_q · D products in place of T_q · T_kv.
-    let queries = (call.q.to_dtype(dtype)? * call.scale())?;
+    let queries = (call.attention.q.to_dtype(dtype)? * *scale)?;
     let [keys, values] = call.float_keys_and_values(dtype)?;
     let mut scores = grouped_matmul(&queries, &keys.t()?)?;
-    if let Some(softcap) = call.options.softcap {
+    if let Some(softcap) = *softcap {
         scores = ((scores / softcap)?.tanh()? * softcap)?;
     }
-    if let Some(slopes) = &call.options.alibi_slopes {
+    if let Some(slopes) = alibi_slopes {
         scores = scores.broadcast_add(&alibi_bias(call, &slopes.to_dtype(dtype)?)?)?;
     }
-    if let Some(biases) = &call.options.relative_bias {
+    if let Some(biases) = relative_bias {
         scores = scores.broadcast_add(&by_diagonal(&biases.to_dtype(dtype)?, t_q, t_kv)?)?;
     }
-    if let Some(bias) = &call.bias {
+    if let Some(bias) = bias {
         scores = scores.broadcast_add(&bias.to_dtype(dtype)?)?;
     }
     let Softmax { weights, lse } =
         masked_softmax_and_lse(&scores, bool_mask.as_ref(), sinks.as_ref(), call.fully_masked_rows)?;
-    let after_dropout = dropout(&weights, &call.options, first)?;
+    let after_dropout = match &call.dropout {
+        Some(dropout) => dropped(&weights, dropout, first)?,
+        None => weights.clone(),
+    };
     let output = weighted_values(&after_dropout, &values, bool_mask.as_ref())?;
-    let output = call.in_output_layout(output.to_dtype(call.q.dtype())?)?;
-    Ok(BatchAttention { output, lse, weights: Some(Weights { before_dropout: weights, after_dropout }) })
+    let output = call.in_output_layout(output.to_dtype(call.attention.q.dtype())?)?;
+    Ok(BatchAttention {
+        output,
+        log_sum_exp: lse,
+        weights: Some(AttentionWeights { before_dropout: weights, after_dropout }),
+    })
 }
 
 /// Returns the results of a call without scores: zeros, and the log-sum-exp of the sinks alone.
 fn attend_to_nothing(call: &Call, sinks: Option<&Tensor>) -> Result<BatchAttention> {
-    let Dims { b, h, t_q, d_v, .. } = call.dims;
-    let device = call.q.device();
-    let dtype = accumulation_dtype(call.q.dtype());
+    let Dims { b, h, t_q, d_v, .. } = call.attention.dims;
+    let device = call.attention.q.device();
+    let dtype = accumulation_dtype(call.attention.q.dtype());
     for shape in [&[b, h, t_q][..], &[b, h, t_q, d_v]] {
         check_memory(call.op, format_args!("a result of {shape:?}"), shape)?;
     }
@@ -212,8 +205,8 @@ fn attend_to_nothing(call: &Call, sinks: Option<&Tensor>) -> Result<BatchAttenti
         Some(sinks) => sinks.squeeze(3)?.broadcast_as((b, h, t_q))?.contiguous()?,
         None => Tensor::full(f32::NEG_INFINITY, (b, h, t_q), device)?.to_dtype(dtype)?,
     };
-    let output = call.in_output_layout(Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?)?;
-    Ok(BatchAttention { output, lse, weights: None })
+    let output = call.in_output_layout(Tensor::zeros((b, h, t_q, d_v), call.attention.q.dtype(), device)?)?;
+    Ok(BatchAttention { output, log_sum_exp: lse, weights: None })
 }
 
 /// Multiplies (B, H, T, X) with (B, H_kv, X, Y). The query heads of a group are rows of one product, so that k and v
@@ -230,11 +223,11 @@ fn grouped_matmul(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
 
 /// Returns the ALiBi bias `-slope · |query position - key position|`, (B or 1, H, T_q, T_kv).
 fn alibi_bias(call: &Call, slopes: &Tensor) -> Result<Tensor> {
-    let Dims { b, h, t_q, t_kv, .. } = call.dims;
+    let Dims { b, h, t_q, t_kv, .. } = call.attention.dims;
     let rows = call.rows()?;
     let positions = rows.positions()?;
     let sequences = &rows.sequences;
-    let are_alike = sequences.iter().all(|sequence| sequence.position == sequences[0].position);
+    let are_alike = sequences.iter().all(|sequence| sequence.first_position == sequences[0].first_position);
     let batch = if are_alike { 1 } else { b };
     let positions = positions.into_iter().take(batch * t_q).map(|position| position as f64).collect();
     let queries = Tensor::from_vec(positions, (batch, 1, t_q, 1), &Device::Cpu)?.to_dtype(slopes.dtype())?;
@@ -253,24 +246,18 @@ fn by_diagonal(biases: &Tensor, t_q: usize, t_kv: usize) -> Result<Tensor> {
     by_pair.reshape(((), biases.dim(D::Minus2)?, t_q, t_kv))
 }
 
-/// Zeroes weights with probability p and divides the others by 1 - p, if weights are dropped. PyTorch's generator, a
-/// seed of Philox or the device's generator draws them. Philox counts queries and keys from `first` on.
-fn dropout(weights: &Tensor, options: &SdpaOptions, first: FirstRow) -> Result<Tensor> {
-    let p = options.dropout;
-    if !options.drops() {
-        return Ok(weights.clone());
-    }
+/// Zeroes weights with probability p and divides the others by 1 - p. Philox counts queries and keys from `first` on.
+fn dropped(weights: &Tensor, dropout: &DropoutDraw, first: FirstRow) -> Result<Tensor> {
+    let p = dropout.p;
     if p >= 1.0 {
         // Not zeros: a NaN stays NaN.
         return weights * 0.0;
     }
     // Not Candle's own dropout, which rounds p to f32 and refuses one that becomes 1.
-    let is_kept = if let Some(seed) = &options.dropout_seed {
-        seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?
-    } else if let Some(seed) = options.dropout_philox_seed {
-        kept_by_philox(weights, p, seed, first)?
-    } else {
-        Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?
+    let is_kept = match &dropout.source {
+        DropoutSource::Torch(seed) => seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?,
+        DropoutSource::Philox(seed) => kept_by_philox(weights, p, *seed, first)?,
+        DropoutSource::Device => Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?,
     };
     weights.mul(&is_kept.to_dtype(weights.dtype())?)? / (1.0 - p)
 }

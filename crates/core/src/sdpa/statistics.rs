@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 
+use candle_attention_call::{RequestedStatistics, WeightTile};
 use candle_attention_kernels::flash::{self, MAX_TOP};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::call::{Call, Dims};
+use super::call::Call;
+use candle_attention_call::AttentionDims as Dims;
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::base::{copied_to, number};
 
@@ -20,66 +22,53 @@ use candle_attention_modules::base::{copied_to, number};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct StatisticsOptions {
-    top_keys: usize,
-    tile: Option<Tile>,
-}
-
-/// A rectangle of the weights.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Tile {
-    queries: Range<usize>,
-    keys: Range<usize>,
+    requested: RequestedStatistics,
 }
 
 impl Default for StatisticsOptions {
     fn default() -> Self {
-        Self { top_keys: 8, tile: None }
+        Self { requested: RequestedStatistics { top_keys: 8, tile: None } }
     }
 }
 
 impl StatisticsOptions {
     /// Sets how many keys with the largest weights are returned for each query, at most 32. The default is 8.
     pub fn with_top_keys(mut self, top_keys: usize) -> Self {
-        self.top_keys = top_keys;
+        self.requested.top_keys = top_keys;
         self
     }
 
     /// Returns how many keys with the largest weights are returned for each query.
     pub fn top_keys(&self) -> usize {
-        self.top_keys
+        self.requested.top_keys
     }
 
     /// Requests the weights of a tile too: of these queries and these keys.
     pub fn with_weights_of(mut self, queries: Range<usize>, keys: Range<usize>) -> Self {
-        self.tile = Some(Tile { queries, keys });
+        self.requested.tile = Some(WeightTile { queries, keys });
         self
     }
 
-    /// Checks that the options fit a call.
-    pub(super) fn check(&self, call: &Call) -> Result<()> {
-        let op = call.op;
-        let Dims { t_q, t_kv, .. } = call.dims;
-        number::within(op, "top_keys", self.top_keys, 0..=MAX_TOP)?;
-        let Some(Tile { queries, keys }) = &self.tile else { return Ok(()) };
-        let is_within = |range: &Range<usize>, count| range.start <= range.end && range.end <= count;
-        if !is_within(queries, t_q) || !is_within(keys, t_kv) {
-            bail!(
-                "[{op}] weights of queries {queries:?} and keys {keys:?} were requested, expected some of {t_q} \
-                 queries and {t_kv} keys"
-            )
-        }
-        Ok(())
+    /// Returns what the options request.
+    pub(crate) fn requested(&self) -> &RequestedStatistics {
+        &self.requested
     }
+}
 
-    /// Returns the options of the kernels.
-    pub(super) fn for_kernels(&self) -> flash::RequestedStatistics {
-        let mut requested = flash::RequestedStatistics { top: self.top_keys, rows: 0..0, columns: 0..0 };
-        if let Some(tile) = &self.tile {
-            requested.rows = tile.queries.clone();
-            requested.columns = tile.keys.clone();
-        }
-        requested
+/// Checks that requested statistics fit a call.
+pub(super) fn check(requested: &RequestedStatistics, call: &Call) -> Result<()> {
+    let op = call.op;
+    let Dims { t_q, t_kv, .. } = call.attention.dims;
+    number::within(op, "top_keys", requested.top_keys, 0..=MAX_TOP)?;
+    let Some(WeightTile { queries, keys }) = &requested.tile else { return Ok(()) };
+    let is_within = |range: &Range<usize>, count| range.start <= range.end && range.end <= count;
+    if !is_within(queries, t_q) || !is_within(keys, t_kv) {
+        bail!(
+            "[{op}] weights of queries {queries:?} and keys {keys:?} were requested, expected some of {t_q} queries and \
+             {t_kv} keys"
+        )
     }
+    Ok(())
 }
 
 /// Statistics of the weights of one call, after the softmax and before dropout: in f32 (f64 for f64 inputs), on q's
@@ -111,13 +100,13 @@ impl AttentionStatistics {
         Ok(self)
     }
 
-    /// Returns the statistics that the kernel computed for a call.
-    pub(super) fn from_kernel(found: flash::Statistics, call: &Call, options: &StatisticsOptions) -> Result<Self> {
-        let Dims { b, h, t_q, t_kv, .. } = call.dims;
-        let device = call.q.device();
-        let k = options.top_keys.min(t_kv);
-        let weights = match &options.tile {
-            Some(Tile { queries, keys }) => {
+    /// Returns the statistics that the CPU kernel computed for a call.
+    pub(super) fn from_kernel(found: flash::Statistics, dims: Dims, requested: &RequestedStatistics) -> Result<Self> {
+        let Dims { b, h, t_q, t_kv, .. } = dims;
+        let device = &Device::Cpu;
+        let k = requested.top_keys.min(t_kv);
+        let weights = match &requested.tile {
+            Some(WeightTile { queries, keys }) => {
                 Some(Tensor::from_vec(found.weights, (b, h, queries.len(), keys.len()), device)?)
             }
             None => None,
@@ -132,13 +121,14 @@ impl AttentionStatistics {
     }
 
     /// Returns the statistics of weights (B, H, T_q, T_kv), in plain loops: the specification.
-    pub(super) fn from_weights(weights: &Tensor, options: &StatisticsOptions) -> Result<Self> {
+    pub(super) fn from_weights(weights: &Tensor, requested: &RequestedStatistics) -> Result<Self> {
         let (b, h, t_q, t_kv) = weights.dims4()?;
-        let k = options.top_keys.min(t_kv);
+        let k = requested.top_keys.min(t_kv);
         let device = weights.device();
         if weights.elem_count() == 0 {
             let zeros = |shape: &[usize]| Tensor::zeros(shape, weights.dtype(), device);
-            let tile = options.tile.as_ref().map(|Tile { queries, keys }| zeros(&[b, h, queries.len(), keys.len()]));
+            let tile =
+                requested.tile.as_ref().map(|WeightTile { queries, keys }| zeros(&[b, h, queries.len(), keys.len()]));
             return Ok(Self {
                 top_keys: Tensor::zeros((b, h, t_q, k), DType::U32, device)?,
                 top_weights: zeros(&[b, h, t_q, k])?,
@@ -165,8 +155,8 @@ impl AttentionStatistics {
             Tensor::zeros((b, h, t_q, 0), weights.dtype(), device)?
         };
         let entropy = Tensor::from_vec(entropy, (b, h, t_q), &Device::Cpu)?.to_dtype(weights.dtype())?;
-        let tile = match &options.tile {
-            Some(Tile { queries, keys }) => {
+        let tile = match &requested.tile {
+            Some(WeightTile { queries, keys }) => {
                 let rows = weights.narrow(2, queries.start, queries.len())?;
                 Some(rows.narrow(3, keys.start, keys.len())?.contiguous()?)
             }

@@ -1,6 +1,6 @@
 //! Shapes of the function, and its results if a path fails.
 
-use super::request::or_reference;
+use super::run::or_reference;
 use super::*;
 use crate::mask::AttentionMask;
 use candle_core::{DType, Device, Error, Result, Tensor, Var};

@@ -1,10 +1,12 @@
 //! The forward pass: a block of queries at a time, or few queries with the keys in parts.
 
-use candle_core::{DType, Result, Shape};
+use candle_attention_call::{OutputLayout, RequestedResults};
+use candle_core::{DType, Result, Shape, bail};
 
 use super::arguments::{alignment, layout_strides};
-use super::call::{AttentionCall, ForwardOutput, OutputLayout, RequestedResults};
-use super::checks::Sizes;
+use super::call::ForwardOutput;
+use super::checked::CudaAttention;
+use super::checks::CallSizes;
 use super::plan::ForwardChoice;
 use crate::arguments::AttentionArguments;
 use crate::device::{Buffer, Grid, KernelDevice, Launch, Operands, TensorLocks};
@@ -14,22 +16,25 @@ use crate::specialization::{ModifierGradients, Specialization};
 use crate::tiles::{DecodeTile, ForwardTile};
 use crate::unsupported::Unsupported;
 
-impl AttentionCall {
-    /// Computes the attention output and the other results that are requested.
+impl CudaAttention {
+    /// Computes the attention output, and the log-sum-exp and the statistics of the softmax if they are requested.
     ///
     /// # Errors
-    /// If the call does not fit together, no kernel runs it, or one does not compile or launch.
-    pub fn forward(&self, requested: RequestedResults) -> Result<ForwardOutput> {
-        let device = KernelDevice::of(self.q.device())?;
-        let sizes = self.sizes()?;
+    /// If weights or statistics of weights are requested, no kernel runs the call, or one does not compile or launch.
+    pub fn forward(&self, wanted: RequestedResults) -> Result<ForwardOutput> {
+        if wanted.weights || wanted.statistics.is_some() {
+            bail!("the kernels store no attention weights, expected a call for other results")
+        }
+        let device = KernelDevice::of(self.call.q.device())?;
+        let sizes = self.sizes;
         let choice = self.forward_choice(&sizes, &device.limits())?;
         let dtype = sizes.element.dtype();
         let mut output = device.uninitialized(dtype, sizes.rows() * sizes.value_dim)?;
-        let mut log_sum_exp = match requested.log_sum_exp {
+        let mut log_sum_exp = match wanted.log_sum_exp {
             true => Some(device.uninitialized(DType::F32, sizes.rows())?),
             false => None,
         };
-        let mut statistics = match requested.statistics {
+        let mut softmax_stats = match wanted.softmax_stats {
             true => Some(device.uninitialized(DType::F32, 2 * sizes.rows())?),
             false => None,
         };
@@ -40,16 +45,16 @@ impl AttentionCall {
 
         let locks = TensorLocks::default();
         let mut operands = Operands::new(&device, &locks);
-        let mut arguments = self.arguments(&sizes, &mut operands)?;
+        let mut arguments = self.arguments(&mut operands)?;
         arguments.output = operands.output("the output", &mut output)?;
-        arguments.output_strides = output_strides(self.output_layout, &sizes);
+        arguments.output_strides = output_strides(self.call.output_layout, &sizes);
         arguments.log_sum_exp = operands.optional_output("the log-sum-exp", log_sum_exp.as_mut())?;
-        arguments.row_statistics = operands.optional_output("the statistics of rows", statistics.as_mut())?;
+        arguments.row_statistics = operands.optional_output("the statistics of the softmax", softmax_stats.as_mut())?;
         if let Some(parts) = &mut parts {
             arguments.partial_outputs = operands.output("the parts of the output", &mut parts.outputs)?;
             arguments.partial_statistics = operands.output("the statistics of parts", &mut parts.statistics)?;
         }
-        let alignment = alignment(&arguments, self, &sizes);
+        let alignment = alignment(&arguments, &self.call, &sizes);
         let specialization = self.specialization(&sizes, ModifierGradients::default(), alignment);
         let pass = ForwardPass { device: &device, operands: &operands, sizes, specialization };
         match choice {
@@ -59,28 +64,28 @@ impl AttentionCall {
         operands.finish();
         Ok(ForwardOutput {
             output: output.into_storage(),
-            output_shape: output_shape(self.output_layout, &sizes),
+            output_shape: output_shape(self.call.output_layout, &sizes),
             log_sum_exp: log_sum_exp.map(|buffer| buffer.into_storage()),
             log_sum_exp_shape: (sizes.batch, sizes.heads, sizes.queries).into(),
-            statistics: statistics.map(|buffer| buffer.into_storage()),
-            statistics_shape: (2, sizes.batch, sizes.heads, sizes.queries).into(),
+            softmax_stats: softmax_stats.map(|buffer| buffer.into_storage()),
+            softmax_stats_shape: (2, sizes.batch, sizes.heads, sizes.queries).into(),
         })
     }
 }
 
-impl AttentionCall {
+impl CudaAttention {
     /// Returns the program of the forward pass, into a new output.
     pub(super) fn forward_program(
         &self,
         device: &KernelDevice,
-        sizes: &Sizes,
+        sizes: &CallSizes,
         choice: &ForwardChoice,
     ) -> Result<Program> {
         let locks = TensorLocks::default();
         let mut operands = Operands::new(device, &locks);
-        let mut arguments = self.arguments(sizes, &mut operands)?;
-        arguments.output_strides = output_strides(self.output_layout, sizes);
-        let alignment = alignment(&arguments, self, sizes);
+        let mut arguments = self.arguments(&mut operands)?;
+        arguments.output_strides = output_strides(self.call.output_layout, sizes);
+        let alignment = alignment(&arguments, &self.call, sizes);
         let specialization = self.specialization(sizes, ModifierGradients::default(), alignment);
         Ok(match choice {
             ForwardChoice::Forward(tile) => tile.program(&specialization),
@@ -98,7 +103,7 @@ struct DecodeParts {
 }
 
 impl DecodeParts {
-    fn new(device: &KernelDevice, sizes: &Sizes, splits: usize) -> Result<Self> {
+    fn new(device: &KernelDevice, sizes: &CallSizes, splits: usize) -> Result<Self> {
         let rows = splits * sizes.rows();
         let outputs = device.uninitialized(DType::F32, rows * sizes.value_dim)?;
         Ok(Self { outputs, statistics: device.uninitialized(DType::F32, rows * 2)? })
@@ -106,8 +111,8 @@ impl DecodeParts {
 }
 
 /// Returns the shape of the output as it is stored.
-pub(super) fn output_shape(layout: OutputLayout, sizes: &Sizes) -> Shape {
-    let &Sizes { batch, heads, queries, value_dim, .. } = sizes;
+pub(super) fn output_shape(layout: OutputLayout, sizes: &CallSizes) -> Shape {
+    let &CallSizes { batch, heads, queries, value_dim, .. } = sizes;
     match layout {
         OutputLayout::Bhtd => (batch, heads, queries, value_dim).into(),
         OutputLayout::Bthd => (batch, queries, heads, value_dim).into(),
@@ -115,28 +120,28 @@ pub(super) fn output_shape(layout: OutputLayout, sizes: &Sizes) -> Shape {
 }
 
 /// Returns the strides of the output.
-pub(super) fn output_strides(layout: OutputLayout, sizes: &Sizes) -> RowStrides {
-    let &Sizes { heads, queries, value_dim, .. } = sizes;
+pub(super) fn output_strides(layout: OutputLayout, sizes: &CallSizes) -> RowStrides {
+    let &CallSizes { heads, queries, value_dim, .. } = sizes;
     layout_strides(layout, heads, queries, value_dim)
 }
 
 /// Returns the grid of the forward kernel.
-fn forward_grid(sizes: &Sizes, tile: &ForwardTile) -> Grid {
+fn forward_grid(sizes: &CallSizes, tile: &ForwardTile) -> Grid {
     Grid { x: sizes.longest_queries.div_ceil(tile.queries()), y: sizes.heads, z: sizes.sequences }
 }
 
 /// Returns the blocks of the decode kernel for the queries of a key head.
-fn decode_row_blocks(sizes: &Sizes) -> usize {
+fn decode_row_blocks(sizes: &CallSizes) -> usize {
     DecodeTile::row_blocks(sizes.longest_queries * sizes.group())
 }
 
 /// Returns the grid of the decode kernel.
-fn decode_grid(sizes: &Sizes, splits: usize) -> Grid {
+fn decode_grid(sizes: &CallSizes, splits: usize) -> Grid {
     Grid { x: splits, y: decode_row_blocks(sizes) * sizes.key_heads, z: sizes.sequences }
 }
 
 /// Returns the grid of the kernel that combines parts.
-fn combine_grid(sizes: &Sizes) -> Grid {
+fn combine_grid(sizes: &CallSizes) -> Grid {
     Grid::linear(DecodeTile::combine_blocks(sizes.rows()))
 }
 
@@ -145,7 +150,7 @@ impl ForwardChoice {
     ///
     /// # Errors
     /// If a kernel has too many.
-    pub(super) fn check_blocks(&self, sizes: &Sizes) -> std::result::Result<(), Unsupported> {
+    pub(super) fn check_blocks(&self, sizes: &CallSizes) -> std::result::Result<(), Unsupported> {
         match self {
             Self::Forward(tile) => forward_grid(sizes, tile).blocks("attention_forward")?,
             Self::Decode { splits, .. } => {
@@ -161,7 +166,7 @@ impl ForwardChoice {
 struct ForwardPass<'a, 't> {
     device: &'a KernelDevice,
     operands: &'a Operands<'a, 't>,
-    sizes: Sizes,
+    sizes: CallSizes,
     specialization: Specialization,
 }
 

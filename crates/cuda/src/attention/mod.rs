@@ -3,6 +3,7 @@
 mod arguments;
 mod backward;
 mod call;
+mod checked;
 mod checks;
 mod ci_programs;
 mod forward;
@@ -11,13 +12,11 @@ mod plan;
 use crate::arguments::AttentionArguments;
 use crate::device::KernelArguments;
 
-// SAFETY: the passes take addresses from operands, and sizes and strides from the checks of `AttentionCall::sizes`.
+// SAFETY: the passes take addresses from operands, and sizes and strides from the checks of `CallSizes::of`.
 unsafe impl KernelArguments for AttentionArguments {}
 
 pub(crate) use ci_programs::entries;
 
-pub use call::{
-    AttentionCall, BackwardInputs, Dropout, DropoutSeed, FirstPosition, ForwardOutput, Gradients, Intervals, KeyRanges,
-    KvScales, OutputLayout, PackedSequences, RequestedGradients, RequestedResults, ScoreModifiers,
-};
-pub use plan::{BackwardKernel, Kernel, is_available};
+pub use call::{BackwardInputs, CudaCall, ForwardOutput};
+pub use checked::CudaAttention;
+pub use plan::{BackwardKernel, ForwardKernel, is_available};

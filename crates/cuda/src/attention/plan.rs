@@ -2,10 +2,11 @@
 
 use std::fmt;
 
+use candle_attention_call::RequestedGradients;
 use candle_core::Device;
 
-use super::call::{AttentionCall, RequestedGradients};
-use super::checks::Sizes;
+use super::checked::CudaAttention;
+use super::checks::CallSizes;
 use crate::capability::Limits;
 use crate::device::KernelDevice;
 use crate::specialization::{Alignment, ModifierGradients, Specialization};
@@ -14,7 +15,7 @@ use crate::unsupported::Unsupported;
 
 /// The kernel of a forward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kernel {
+pub enum ForwardKernel {
     /// Blocks of queries, each of which reads the keys of its head.
     Forward,
     /// Few queries to many keys, which are split over blocks.
@@ -24,7 +25,7 @@ pub enum Kernel {
     },
 }
 
-impl fmt::Display for Kernel {
+impl fmt::Display for ForwardKernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Forward => f.write_str("the CUDA forward kernel"),
@@ -81,19 +82,19 @@ pub fn is_available(device: &Device) -> Result<(), Unsupported> {
     KernelDevice::of(device).map(|_| ())
 }
 
-impl AttentionCall {
+impl CudaAttention {
     /// Returns the kernel of the forward pass. Nothing is compiled, and no tensor is read.
     ///
     /// # Errors
     /// If no kernel runs the call, or it could not be compiled in an earlier call: the sentence says why.
-    pub fn plan(&self) -> Result<Kernel, Unsupported> {
-        let device = KernelDevice::of(self.q.device())?;
-        let sizes = self.sizes()?;
+    pub fn plan(&self) -> Result<ForwardKernel, Unsupported> {
+        let device = KernelDevice::of(self.call.q.device())?;
+        let sizes = self.sizes;
         let choice = self.forward_choice(&sizes, &device.limits())?;
         device.check_known_failure(|| self.forward_program(&device, &sizes, &choice).ok())?;
         Ok(match choice {
-            ForwardChoice::Forward(_) => Kernel::Forward,
-            ForwardChoice::Decode { splits, .. } => Kernel::Decode { splits },
+            ForwardChoice::Forward(_) => ForwardKernel::Forward,
+            ForwardChoice::Decode { splits, .. } => ForwardKernel::Decode { splits },
         })
     }
 
@@ -102,8 +103,8 @@ impl AttentionCall {
     /// # Errors
     /// As [`plan`](Self::plan), and for keys and values of 8 bits, which have no gradients.
     pub fn plan_backward(&self, wanted: RequestedGradients) -> Result<BackwardKernel, Unsupported> {
-        let device = KernelDevice::of(self.q.device())?;
-        let plan = self.backward_plan(self.sizes()?, wanted, &device.limits())?;
+        let device = KernelDevice::of(self.call.q.device())?;
+        let plan = self.backward_plan(self.sizes, wanted, &device.limits())?;
         device.check_known_failure(|| self.backward_program(&device, &plan).ok())?;
         Ok(if plan.is_fused() { BackwardKernel::Fused } else { BackwardKernel::Separate })
     }
@@ -112,15 +113,15 @@ impl AttentionCall {
     ///
     /// # Errors
     /// If no tile fits the device, or a kernel has more blocks than CUDA launches.
-    pub(super) fn forward_choice(&self, sizes: &Sizes, limits: &Limits) -> Result<ForwardChoice, Unsupported> {
+    pub(super) fn forward_choice(&self, sizes: &CallSizes, limits: &Limits) -> Result<ForwardChoice, Unsupported> {
         let choice = self.fastest_forward_choice(sizes, limits)?;
         choice.check_blocks(sizes)?;
         Ok(choice)
     }
 
-    fn fastest_forward_choice(&self, sizes: &Sizes, limits: &Limits) -> Result<ForwardChoice, Unsupported> {
+    fn fastest_forward_choice(&self, sizes: &CallSizes, limits: &Limits) -> Result<ForwardChoice, Unsupported> {
         let specialization = self.specialization(sizes, ModifierGradients::default(), Alignment::FULL);
-        let length = ForwardLength::of(sizes.longest_keys, self.keys.causal);
+        let length = ForwardLength::of(sizes.longest_keys, self.call.keys.causal);
         let forward = ForwardTile::choose(&specialization, length, limits.shared_bytes);
         if self.splits_keys(sizes, limits, &forward) {
             let tile = DecodeTile::choose(&specialization, limits.shared_bytes)?;
@@ -131,8 +132,8 @@ impl AttentionCall {
     }
 
     /// Returns whether the decode kernel is faster than the forward kernel.
-    fn splits_keys(&self, sizes: &Sizes, limits: &Limits, forward: &Result<ForwardTile, Unsupported>) -> bool {
-        if self.scores.dropout.is_some() {
+    fn splits_keys(&self, sizes: &CallSizes, limits: &Limits, forward: &Result<ForwardTile, Unsupported>) -> bool {
+        if self.call.scores.dropout.is_some() {
             return false;
         }
         let rows = sizes.longest_queries * sizes.group();
@@ -147,17 +148,17 @@ impl AttentionCall {
     /// Returns the specialisation of the backward pass for aligned tensors, and its tile.
     pub(super) fn backward_choice(
         &self,
-        sizes: &Sizes,
+        sizes: &CallSizes,
         wanted: RequestedGradients,
         limits: &Limits,
     ) -> Result<(Specialization, BackwardTile), Unsupported> {
-        if self.kv_scales.is_some() {
+        if self.call.kv_scales.is_some() {
             return Err(Unsupported::new("keys and values of 8 bits have no gradients"));
         }
         let gradients = ModifierGradients {
-            bias: wanted.bias && self.scores.bias.is_some(),
-            slopes: wanted.slopes && self.scores.alibi_slopes.is_some(),
-            relative_bias: wanted.relative_bias && self.scores.relative_bias.is_some(),
+            bias: wanted.of.bias && self.call.scores.bias.is_some(),
+            slopes: wanted.of.alibi_slopes && self.call.scores.alibi_slopes.is_some(),
+            relative_bias: wanted.of.relative_bias && self.call.scores.relative_bias.is_some(),
         };
         let specialization = self.specialization(sizes, gradients, Alignment::FULL);
         let tile = BackwardTile::choose(&specialization, limits.shared_bytes)?;
@@ -166,7 +167,7 @@ impl AttentionCall {
 }
 
 /// Returns the parts of the keys: the fewest for which the multiprocessors have nearly as much to do as they can.
-fn splits(sizes: &Sizes, tile: &DecodeTile, multiprocessors: usize) -> usize {
+fn splits(sizes: &CallSizes, tile: &DecodeTile, multiprocessors: usize) -> usize {
     let rows = sizes.longest_queries * sizes.group();
     let blocks = DecodeTile::row_blocks(rows) * sizes.key_heads * sizes.sequences;
     let least_tiles = (LEAST_TILES * tile.warps).min(ENOUGH_TILES);

@@ -1,12 +1,12 @@
 //! The backward kernels.
 
 use candle_attention_cuda::{
-    AttentionCall, BackwardInputs, BackwardKernel, Dropout, DropoutSeed, KeyRanges, OutputLayout, RequestedGradients,
+    BackwardInputs, BackwardKernel, BoundedKeys, CudaCall, Dropout, DropoutMask, OutputLayout, RequestedGradients,
     ScoreModifiers,
 };
 use candle_core::{DType, Result, Tensor};
 
-use super::case::{ALL, MANY_QUERIES, Sizes, check_backward, check_forward, integers, numbers};
+use super::case::{ALL, MANY_QUERIES, Sizes, check_backward, check_forward, integers, kernels, numbers, plan_backward};
 use super::forward::{packed_call, with_scores};
 
 /// Head dimensions for which one kernel computes all gradients in f32.
@@ -18,7 +18,7 @@ const SEPARATE: Sizes = Sizes { t_q: 40, ..MANY_QUERIES };
 #[test]
 fn gradients_by_two_kernels_match_reference() -> Result<()> {
     let call = SEPARATE.call(DType::F32)?;
-    assert_eq!(call.plan_backward(ALL), Ok(BackwardKernel::Separate));
+    assert_eq!(plan_backward(&call, ALL), Ok(BackwardKernel::Separate));
     check_backward(&call)?;
     Ok(())
 }
@@ -26,7 +26,7 @@ fn gradients_by_two_kernels_match_reference() -> Result<()> {
 #[test]
 fn gradients_by_the_fused_kernel_match_reference() -> Result<()> {
     let call = FUSED.call(DType::F32)?;
-    assert_eq!(call.plan_backward(ALL), Ok(BackwardKernel::Fused));
+    assert_eq!(plan_backward(&call, ALL), Ok(BackwardKernel::Fused));
     check_backward(&call)?;
     Ok(())
 }
@@ -48,8 +48,8 @@ fn gradients_of_rows_that_are_not_aligned_match_reference() -> Result<()> {
 fn gradients_with_causal_mask_lengths_and_sinks_match_reference() -> Result<()> {
     let sinks = Some(numbers(6, &[4], DType::F32)?);
     let call = with_scores(FUSED, |scores| Ok(ScoreModifiers { sinks, ..scores }))?;
-    let keys = KeyRanges { causal: true, lengths: Some(integers(&[50, 33])?), ..KeyRanges::default() };
-    check_backward(&AttentionCall { keys, output_layout: OutputLayout::Bthd, ..call })?;
+    let keys = BoundedKeys { causal: true, lengths: Some(integers(&[50, 33])?), ..BoundedKeys::default() };
+    check_backward(&CudaCall { keys, output_layout: OutputLayout::Bthd, ..call })?;
     Ok(())
 }
 
@@ -61,8 +61,8 @@ fn gradients_of_packed_sequences_match_reference() -> Result<()> {
         relative_bias: Some(numbers(7, &[1, 4, 70 + 50 - 1], DType::F32)?),
         ..call.scores
     };
-    let keys = KeyRanges { causal: true, ..KeyRanges::default() };
-    check_backward(&AttentionCall { keys, scores, ..call })?;
+    let keys = BoundedKeys { causal: true, ..call.keys };
+    check_backward(&CudaCall { keys, scores, ..call })?;
     Ok(())
 }
 
@@ -77,7 +77,7 @@ fn gradients_of_every_score_modifier_match_reference() -> Result<()> {
                 relative_bias: Some(numbers(7, &[sequences, h, t_q + t_kv - 1], DType::F32)?),
                 bias: Some(numbers(8, &bias_dims, DType::F32)?),
                 boolean_mask: Some(numbers(9, &[b, 1, t_q, t_kv], DType::F32)?.gt(-0.7)?),
-                dropout: Some(Dropout { p: 0.2, seed: DropoutSeed::Number(77) }),
+                dropout: Some(Dropout { p: 0.2, mask: DropoutMask::Philox(77) }),
                 ..scores
             })
         })?;
@@ -109,12 +109,12 @@ fn gradients_in_the_order_of_tokens_have_the_same_bits() -> Result<()> {
         let output_gradient = numbers(4, &[sizes.b, sizes.h, sizes.t_q, sizes.d_v], DType::F32)?;
         let inputs = BackwardInputs {
             output: &forward.output,
-            statistics: &forward.statistics,
+            softmax_stats: &forward.softmax_stats,
             output_gradient: &output_gradient,
             log_sum_exp_gradient: None,
         };
-        let by_head = call.backward(&inputs, ALL)?;
-        let by_token = call.backward(&inputs, RequestedGradients { layout: OutputLayout::Bthd, ..ALL })?;
+        let by_head = kernels(&call)?.backward(&inputs, ALL)?;
+        let by_token = kernels(&call)?.backward(&inputs, RequestedGradients { layout: OutputLayout::Bthd, ..ALL })?;
         for (own, other) in [(by_token.q, by_head.q), (by_token.k, by_head.k), (by_token.v, by_head.v)] {
             let (own, other) = (own.expect("a gradient"), other.expect("a gradient"));
             assert!(own.transpose(1, 2)?.is_contiguous() && other.is_contiguous());

@@ -1,8 +1,8 @@
 //! Inputs of calls, and comparisons.
 
 use candle_attention_cuda::{
-    AttentionCall, BackwardInputs, Gradients, KeyRanges, OutputLayout, RequestedGradients, RequestedResults,
-    ScoreModifiers,
+    AttentionDims, BackwardInputs, BackwardKernel, BoundedKeys, CudaAttention, CudaCall, ForwardKernel, OutputLayout,
+    PerInput, RequestedGradients, RequestedResults, ScoreModifiers, Unsupported,
 };
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Tensor};
@@ -45,19 +45,37 @@ pub fn integers(values: &[i32]) -> Result<Tensor> {
 
 impl Sizes {
     /// Returns a call without masks and modifiers.
-    pub fn call(&self, dtype: DType) -> Result<AttentionCall> {
+    pub fn call(&self, dtype: DType) -> Result<CudaCall> {
         let &Self { b, h, h_kv, t_q, t_kv, d, d_v } = self;
-        Ok(AttentionCall {
+        Ok(CudaCall {
+            dims: AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v },
             q: numbers(1, &[b, h, t_q, d], dtype)?,
             k: numbers(2, &[b, h_kv, t_kv, d], dtype)?,
             v: numbers(3, &[b, h_kv, t_kv, d_v], dtype)?,
             kv_scales: None,
-            keys: KeyRanges::default(),
-            packed: None,
+            keys: BoundedKeys::default(),
             scores: ScoreModifiers { scale: 1.5 / (d as f64).sqrt(), ..ScoreModifiers::default() },
             output_layout: OutputLayout::Bhtd,
         })
     }
+}
+
+/// Returns the kernels of a call.
+pub fn kernels(call: &CudaCall) -> Result<CudaAttention> {
+    Ok(CudaAttention::new(call.clone())?)
+}
+
+/// Returns the kernel of the forward pass of a call.
+pub fn plan(call: &CudaCall) -> std::result::Result<ForwardKernel, Unsupported> {
+    CudaAttention::new(call.clone())?.plan()
+}
+
+/// Returns the kernels of the backward pass of a call.
+pub fn plan_backward(
+    call: &CudaCall,
+    requested: RequestedGradients,
+) -> std::result::Result<BackwardKernel, Unsupported> {
+    CudaAttention::new(call.clone())?.plan_backward(requested)
 }
 
 /// Returns the largest error that is allowed, relative to the largest number of a result.
@@ -86,12 +104,16 @@ pub struct Forward {
     /// As it is stored.
     pub output: Tensor,
     /// The input of the backward pass.
-    pub statistics: Tensor,
+    pub softmax_stats: Tensor,
 }
 
 /// Runs a forward pass and checks its results.
-pub fn check_forward(call: &AttentionCall) -> Result<Forward> {
-    let found = call.forward(RequestedResults { log_sum_exp: true, statistics: true })?;
+pub fn check_forward(call: &CudaCall) -> Result<Forward> {
+    let found = kernels(call)?.forward(RequestedResults {
+        log_sum_exp: true,
+        softmax_stats: true,
+        ..RequestedResults::default()
+    })?;
     let output = Tensor::from_storage(found.output, found.output_shape, BackpropOp::none(), false);
     let log_sum_exp = found.log_sum_exp.expect("a log-sum-exp");
     let log_sum_exp = Tensor::from_storage(log_sum_exp, found.log_sum_exp_shape, BackpropOp::none(), false);
@@ -102,36 +124,30 @@ pub fn check_forward(call: &AttentionCall) -> Result<Forward> {
     };
     assert_close("the output", &in_order, &expected.output, tolerance(call.q.dtype()))?;
     assert_close("the log-sum-exp", &log_sum_exp, &expected.log_sum_exp, 1e-5)?;
-    let statistics = found.statistics.expect("statistics");
-    let statistics = Tensor::from_storage(statistics, found.statistics_shape, BackpropOp::none(), false);
-    Ok(Forward { output, statistics })
+    let stats = found.softmax_stats.expect("statistics");
+    let softmax_stats = Tensor::from_storage(stats, found.softmax_stats_shape, BackpropOp::none(), false);
+    Ok(Forward { output, softmax_stats })
 }
 
 /// The gradients of everything.
 pub const ALL: RequestedGradients = RequestedGradients {
     layout: OutputLayout::Bhtd,
-    q: true,
-    k: true,
-    v: true,
-    bias: true,
-    relative_bias: true,
-    slopes: true,
-    sinks: true,
+    of: PerInput { q: true, k: true, v: true, bias: true, relative_bias: true, alibi_slopes: true, sinks: true },
 };
 
 /// Runs both passes with gradients of the output and of the log-sum-exp, and checks all gradients.
-pub fn check_backward(call: &AttentionCall) -> Result<Gradients> {
+pub fn check_backward(call: &CudaCall) -> Result<PerInput<Option<Tensor>>> {
     let forward = check_forward(call)?;
     let &[b, h, t_q, _] = call.q.dims() else { panic!("four dimensions") };
     let output_gradient = numbers(4, &[b, h, t_q, call.v.dim(3)?], call.q.dtype())?;
     let log_sum_exp_gradient = numbers(5, &[b, h, t_q], DType::F32)?;
     let inputs = BackwardInputs {
         output: &forward.output,
-        statistics: &forward.statistics,
+        softmax_stats: &forward.softmax_stats,
         output_gradient: &output_gradient,
         log_sum_exp_gradient: Some(&log_sum_exp_gradient),
     };
-    let found = call.backward(&inputs, ALL)?;
+    let found = kernels(call)?.backward(&inputs, ALL)?;
     let loss =
         Loss { output_gradient: Rows::of(&output_gradient)?, log_sum_exp_gradient: Rows::of(&log_sum_exp_gradient)? };
     let expected = reference::backward(call, &loss)?;
@@ -142,7 +158,7 @@ pub fn check_backward(call: &AttentionCall) -> Result<Gradients> {
         ("the gradient of v", &found.v, Some(&expected.v)),
         ("the gradient of the bias", &found.bias, expected.bias.as_ref()),
         ("the gradient of the relative bias", &found.relative_bias, expected.relative_bias.as_ref()),
-        ("the gradient of slopes", &found.slopes, expected.slopes.as_ref()),
+        ("the gradient of slopes", &found.alibi_slopes, expected.slopes.as_ref()),
         ("the gradient of sinks", &found.sinks, expected.sinks.as_ref()),
     ];
     for (name, gradient, reference) in results {

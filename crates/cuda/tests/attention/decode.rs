@@ -1,17 +1,17 @@
 //! The decode kernel.
 
 use candle_attention_cuda::{
-    AttentionCall, FirstPosition, Kernel, KeyRanges, KvScales, OutputLayout, PackedSequences, ScoreModifiers,
+    BoundedKeys, CudaCall, FirstPosition, ForwardKernel, KvScales, OutputLayout, PackedLengths, ScoreModifiers,
     launches_of_thread,
 };
 use candle_core::{DType, Result};
 
-use super::case::{FEW_QUERIES, Sizes, check_forward, integers, numbers};
+use super::case::{FEW_QUERIES, Sizes, check_forward, integers, numbers, plan};
 use super::forward::with_scores;
 
 /// Checks a call that the decode kernel runs with some parts of the keys.
-fn check(call: &AttentionCall, expected_splits: usize) -> Result<()> {
-    assert_eq!(call.plan(), Ok(Kernel::Decode { splits: expected_splits }));
+fn check(call: &CudaCall, expected_splits: usize) -> Result<()> {
+    assert_eq!(plan(call), Ok(ForwardKernel::Decode { splits: expected_splits }));
     check_forward(call)?;
     Ok(())
 }
@@ -34,7 +34,7 @@ fn decode_of_keys_in_a_longer_cache_matches_reference() -> Result<()> {
     let call = FEW_QUERIES.call(DType::BF16)?;
     let k = numbers(2, &[b, h_kv, t_kv + 30, d], DType::BF16)?.narrow(2, 0, t_kv)?;
     let v = numbers(3, &[b, h_kv, t_kv + 30, d_v], DType::BF16)?.narrow(2, 0, t_kv)?;
-    check(&AttentionCall { k, v, ..call }, 2)
+    check(&CudaCall { k, v, ..call }, 2)
 }
 
 #[test]
@@ -50,28 +50,29 @@ fn decode_launches_a_second_kernel_for_keys_in_parts() -> Result<()> {
 #[test]
 fn decode_with_causal_mask_lengths_and_sinks_matches_reference() -> Result<()> {
     let call = FEW_QUERIES.call(DType::F32)?;
-    let keys = KeyRanges {
+    let keys = BoundedKeys {
         causal: true,
         first_position: FirstPosition::Each(integers(&[200, 3])?),
         lengths: Some(integers(&[203, 6])?),
-        ..KeyRanges::default()
+        ..BoundedKeys::default()
     };
     let sinks = Some(numbers(6, &[4], DType::F32)?);
     let scores = ScoreModifiers { sinks, ..call.scores };
-    check(&AttentionCall { keys, scores, output_layout: OutputLayout::Bthd, ..call }, 2)
+    check(&CudaCall { keys, scores, output_layout: OutputLayout::Bthd, ..call }, 2)
 }
 
 #[test]
 fn decode_of_packed_sequences_matches_reference() -> Result<()> {
     let sizes = Sizes { b: 1, t_q: 4, t_kv: 500, ..FEW_QUERIES };
-    let packed = PackedSequences {
+    let packed = PackedLengths {
         cu_seqlens_q: integers(&[0, 1, 2, 4])?,
         cu_seqlens_kv: integers(&[0, 290, 290, 500])?,
         longest_queries: 2,
         longest_keys: 290,
     };
-    let keys = KeyRanges { causal: true, ..KeyRanges::default() };
-    check(&AttentionCall { packed: Some(packed), keys, ..sizes.call(DType::F32)? }, 2)
+    let keys = BoundedKeys { causal: true, ..BoundedKeys::default() };
+    let keys = BoundedKeys { packed: Some(packed), ..keys };
+    check(&CudaCall { keys, ..sizes.call(DType::F32)? }, 2)
 }
 
 #[test]
@@ -91,21 +92,21 @@ fn decode_with_all_score_modifiers_matches_reference() -> Result<()> {
 }
 
 /// Returns a call whose keys and values are codes.
-fn with_codes(sizes: Sizes, dtype: DType) -> Result<AttentionCall> {
+fn with_codes(sizes: Sizes, dtype: DType) -> Result<CudaCall> {
     let Sizes { b, h_kv, t_kv, d, d_v, .. } = sizes;
     let codes = |seed, columns| -> Result<_> {
         numbers(seed, &[b, h_kv, t_kv, columns], DType::F32)?.affine(127.0, 128.0)?.to_dtype(DType::U8)
     };
     let scales = |seed| numbers(seed, &[b, h_kv, t_kv, 1], DType::F32)?.affine(0.003, 0.007);
     let kv_scales = Some(KvScales { k: scales(6)?, v: scales(7)? });
-    Ok(AttentionCall { k: codes(2, d)?, v: codes(3, d_v)?, kv_scales, ..sizes.call(dtype)? })
+    Ok(CudaCall { k: codes(2, d)?, v: codes(3, d_v)?, kv_scales, ..sizes.call(dtype)? })
 }
 
 #[test]
 fn keys_and_values_of_8_bits_match_reference_in_both_kernels() -> Result<()> {
     check(&with_codes(Sizes { t_kv: 600, ..FEW_QUERIES }, DType::F16)?, 2)?;
     let many = with_codes(super::case::MANY_QUERIES, DType::F16)?;
-    assert_eq!(many.plan(), Ok(Kernel::Forward));
+    assert_eq!(plan(&many), Ok(ForwardKernel::Forward));
     check_forward(&many)?;
     Ok(())
 }

@@ -1,32 +1,32 @@
 //! The forward kernel.
 
 use candle_attention_cuda::{
-    AttentionCall, Dropout, DropoutSeed, FirstPosition, Intervals, Kernel, KeyRanges, OutputLayout, PackedSequences,
+    BoundedKeys, CudaCall, Dropout, DropoutMask, FirstPosition, ForwardKernel, Intervals, OutputLayout, PackedLengths,
     ScoreModifiers,
 };
 use candle_core::{DType, Result, Tensor};
 
-use super::case::{MANY_QUERIES, Sizes, check_forward, integers, numbers};
+use super::case::{MANY_QUERIES, Sizes, check_forward, integers, numbers, plan};
 
 /// Checks a call that the forward kernel runs.
-fn check(call: &AttentionCall) -> Result<()> {
-    assert_eq!(call.plan(), Ok(Kernel::Forward));
+fn check(call: &CudaCall) -> Result<()> {
+    assert_eq!(plan(call), Ok(ForwardKernel::Forward));
     check_forward(call)?;
     Ok(())
 }
 
 /// Returns a call with bounds of keys.
-fn with_keys(keys: KeyRanges) -> Result<AttentionCall> {
-    Ok(AttentionCall { keys, ..MANY_QUERIES.call(DType::F32)? })
+fn with_keys(keys: BoundedKeys<Tensor>) -> Result<CudaCall> {
+    Ok(CudaCall { keys, ..MANY_QUERIES.call(DType::F32)? })
 }
 
 /// Returns a call with score modifiers.
 pub fn with_scores(
     sizes: Sizes,
-    change: impl FnOnce(ScoreModifiers) -> Result<ScoreModifiers>,
-) -> Result<AttentionCall> {
+    change: impl FnOnce(ScoreModifiers<Tensor>) -> Result<ScoreModifiers<Tensor>>,
+) -> Result<CudaCall> {
     let call = sizes.call(DType::F32)?;
-    Ok(AttentionCall { scores: change(call.scores)?, ..call })
+    Ok(CudaCall { scores: change(call.scores)?, ..call })
 }
 
 #[test]
@@ -43,32 +43,32 @@ fn rows_that_are_not_aligned_match_reference() -> Result<()> {
 
 #[test]
 fn causal_mask_with_every_position_matches_reference() -> Result<()> {
-    let causal = KeyRanges { causal: true, ..KeyRanges::default() };
+    let causal = BoundedKeys { causal: true, ..BoundedKeys::default() };
     check(&with_keys(causal.clone())?)?;
-    check(&with_keys(KeyRanges { first_position: FirstPosition::Same(-3), ..causal.clone() })?)?;
+    check(&with_keys(BoundedKeys { first_position: FirstPosition::Same(-3), ..causal.clone() })?)?;
     let each = FirstPosition::Each(integers(&[7, -20])?);
-    check(&with_keys(KeyRanges { first_position: each, ..causal })?)
+    check(&with_keys(BoundedKeys { first_position: each, ..causal })?)
 }
 
 #[test]
 fn lengths_starts_and_prefixes_match_reference() -> Result<()> {
-    let default = KeyRanges::default;
-    check(&with_keys(KeyRanges { lengths: Some(integers(&[50, 500])?), ..default() })?)?;
-    check(&with_keys(KeyRanges { starts: Some(integers(&[0, 41])?), ..default() })?)?;
+    let default = BoundedKeys::default;
+    check(&with_keys(BoundedKeys { lengths: Some(integers(&[50, 500])?), ..default() })?)?;
+    check(&with_keys(BoundedKeys { starts: Some(integers(&[0, 41])?), ..default() })?)?;
     // The second sequence has no keys at all.
     let (starts, lengths) = (Some(integers(&[3, 41])?), Some(integers(&[60, 41])?));
-    check(&with_keys(KeyRanges { starts, lengths, ..default() })?)?;
-    check(&with_keys(KeyRanges { causal: true, prefixes: Some(integers(&[33, 0])?), ..default() })?)
+    check(&with_keys(BoundedKeys { starts, lengths, ..default() })?)?;
+    check(&with_keys(BoundedKeys { causal: true, prefixes: Some(integers(&[33, 0])?), ..default() })?)
 }
 
 #[test]
 fn windows_and_chunks_match_reference() -> Result<()> {
-    let default = KeyRanges::default;
-    check(&with_keys(KeyRanges { causal: true, left: Some(9), ..default() })?)?;
-    check(&with_keys(KeyRanges { left: Some(5), right: Some(usize::MAX), ..default() })?)?;
-    check(&with_keys(KeyRanges { right: Some(4), ..default() })?)?;
+    let default = BoundedKeys::default;
+    check(&with_keys(BoundedKeys { causal: true, left: Some(9), ..default() })?)?;
+    check(&with_keys(BoundedKeys { left: Some(5), right: Some(usize::MAX), ..default() })?)?;
+    check(&with_keys(BoundedKeys { right: Some(4), ..default() })?)?;
     let first_position = FirstPosition::Same(-10);
-    check(&with_keys(KeyRanges { causal: true, chunk: Some(16), first_position, ..default() })?)
+    check(&with_keys(BoundedKeys { causal: true, chunk: Some(16), first_position, ..default() })?)
 }
 
 #[test]
@@ -77,30 +77,31 @@ fn intervals_of_queries_match_reference() -> Result<()> {
     let starts: Vec<i32> = (0..rows).map(|row| row % 17 - 3).collect();
     let ends: Vec<i32> = (0..rows).map(|row| row * 5 % 100).collect();
     let intervals = Intervals { starts: integers(&starts)?, ends: integers(&ends)? };
-    check(&with_keys(KeyRanges { intervals: Some(intervals), ..KeyRanges::default() })?)
+    check(&with_keys(BoundedKeys { intervals: Some(intervals), ..BoundedKeys::default() })?)
 }
 
 /// Returns four packed sequences, one without queries and one without keys.
-pub fn packed_call() -> Result<AttentionCall> {
+pub fn packed_call() -> Result<CudaCall> {
     let sizes = Sizes { b: 1, h: 4, h_kv: 2, t_q: 100, t_kv: 130, d: 16, d_v: 32 };
-    let packed = PackedSequences {
+    let packed = PackedLengths {
         cu_seqlens_q: integers(&[0, 70, 70, 80, 100])?,
         cu_seqlens_kv: integers(&[0, 50, 81, 81, 130])?,
         longest_queries: 70,
         longest_keys: 50,
     };
-    Ok(AttentionCall { packed: Some(packed), output_layout: OutputLayout::Bthd, ..sizes.call(DType::F32)? })
+    let keys = BoundedKeys { packed: Some(packed), ..BoundedKeys::default() };
+    Ok(CudaCall { keys, output_layout: OutputLayout::Bthd, ..sizes.call(DType::F32)? })
 }
 
 #[test]
 fn packed_sequences_match_reference() -> Result<()> {
     check(&packed_call()?)?;
-    let keys = KeyRanges { causal: true, lengths: Some(integers(&[45, 9, 9, 90])?), ..KeyRanges::default() };
-    check(&AttentionCall { keys, ..packed_call()? })?;
     let call = packed_call()?;
+    let keys = BoundedKeys { causal: true, lengths: Some(integers(&[45, 9, 9, 90])?), ..call.keys.clone() };
+    check(&CudaCall { keys, ..call.clone() })?;
     let distances = 70 + 50 - 1;
     let relative_bias = Some(numbers(6, &[1, 4, distances], DType::F32)?);
-    check(&AttentionCall { scores: ScoreModifiers { relative_bias, ..call.scores }, ..call })
+    check(&CudaCall { scores: ScoreModifiers { relative_bias, ..call.scores }, ..call })
 }
 
 #[test]
@@ -110,7 +111,7 @@ fn views_are_read_in_place() -> Result<()> {
     let q = numbers(1, &[b, t_q, h, d], DType::F32)?.transpose(1, 2)?;
     let k = numbers(2, &[b, h_kv, t_kv + 30, d], DType::F32)?.narrow(2, 8, t_kv)?;
     let v = numbers(3, &[1, h_kv, t_kv, d_v], DType::F32)?.broadcast_as((b, h_kv, t_kv, d_v))?;
-    let call = AttentionCall { q, k, v, output_layout: OutputLayout::Bthd, ..MANY_QUERIES.call(DType::F32)? };
+    let call = CudaCall { q, k, v, output_layout: OutputLayout::Bthd, ..MANY_QUERIES.call(DType::F32)? };
     check(&call)
 }
 
@@ -127,7 +128,7 @@ fn alibi_counts_from_positions_of_a_causal_mask() -> Result<()> {
         Ok(ScoreModifiers { alibi_slopes, ..scores })
     })?;
     let first_position = FirstPosition::Same(5);
-    check(&AttentionCall { keys: KeyRanges { causal: true, first_position, ..KeyRanges::default() }, ..call })
+    check(&CudaCall { keys: BoundedKeys { causal: true, first_position, ..BoundedKeys::default() }, ..call })
 }
 
 #[test]
@@ -154,8 +155,8 @@ fn bias_and_boolean_mask_are_broadcast() -> Result<()> {
 fn dropout_drops_the_weights_that_cpu_kernels_drop() -> Result<()> {
     let number = 0x1234_5678_9abc_def0u64;
     let halves = Tensor::new(&[number as u32, (number >> 32) as u32], &candle_core::Device::Cpu)?;
-    for seed in [DropoutSeed::Number(number), DropoutSeed::OnDevice(halves)] {
-        let dropout = Some(Dropout { p: 0.3, seed });
+    for mask in [DropoutMask::Philox(number), DropoutMask::PhiloxOnDevice(halves)] {
+        let dropout = Some(Dropout { p: 0.3, mask });
         check(&with_scores(MANY_QUERIES, |scores| Ok(ScoreModifiers { dropout, ..scores }))?)?;
     }
     Ok(())

@@ -1,23 +1,27 @@
 //! More sequences, and more queries with a broadcast bias, than CUDA has blocks in the second and third dimension of a
 //! grid.
 
-use candle_attention_cuda::{AttentionCall, ConvolutionCall, RequestedGradients, ScoreModifiers};
+use candle_attention_cuda::{
+    AttentionDims, ConvolutionCall, CudaCall, OutputLayout, PerInput, RequestedGradients, ScoreModifiers,
+};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::case::{ALL, FEW_QUERIES};
+use super::case::{ALL, FEW_QUERIES, plan, plan_backward};
 
 /// More than the 65,535 blocks of the second and third dimension.
 const MANY: usize = 65_600;
 
 /// Returns a call whose tensors repeat one row.
-fn call_of_repeated_rows(batch: usize, queries: usize, keys: usize) -> Result<AttentionCall> {
+fn call_of_repeated_rows(batch: usize, queries: usize, keys: usize) -> Result<CudaCall> {
     let row = Tensor::zeros((1, 1, 1, 16), DType::F32, &Device::Cpu)?;
-    Ok(AttentionCall {
+    let call = FEW_QUERIES.call(DType::F32)?;
+    Ok(CudaCall {
+        dims: AttentionDims { b: batch, h: 2, h_kv: 1, t_q: queries, t_kv: keys, d: 16, d_v: 16 },
         q: row.broadcast_as((batch, 2, queries, 16))?,
         k: row.broadcast_as((batch, 1, keys, 16))?,
         v: row.broadcast_as((batch, 1, keys, 16))?,
-        ..FEW_QUERIES.call(DType::F32)?
+        ..call
     })
 }
 
@@ -27,10 +31,10 @@ fn calls_of_many_sequences_or_biases_have_kernels() -> Result<()> {
         let call = call_of_repeated_rows(batch, queries, keys)?;
         let bias = Tensor::zeros((1, 1, 1, keys), DType::F32, &Device::Cpu)?.broadcast_as((1, 2, queries, keys))?;
         let scores = ScoreModifiers { bias: Some(bias), ..call.scores.clone() };
-        let call = AttentionCall { scores, ..call };
+        let call = CudaCall { scores, ..call };
         let what = format!("{batch} sequences of {queries} queries and {keys} keys");
-        assert!(call.plan().is_ok(), "{what}: {:?}", call.plan());
-        assert!(call.plan_backward(ALL).is_ok(), "{what}: {:?}", call.plan_backward(ALL));
+        assert!(plan(&call).is_ok(), "{what}: {:?}", plan(&call));
+        assert!(plan_backward(&call, ALL).is_ok(), "{what}: {:?}", plan_backward(&call, ALL));
     }
     Ok(())
 }
@@ -38,10 +42,10 @@ fn calls_of_many_sequences_or_biases_have_kernels() -> Result<()> {
 #[test]
 fn call_of_more_blocks_than_a_grid_has_is_a_reason() -> Result<()> {
     let call = call_of_repeated_rows(1 << 20, 1 << 18, 1 << 18)?;
-    let reason = call.plan().expect_err("a reason");
+    let reason = plan(&call).expect_err("a reason");
     assert!(reason.reason().contains("blocks, expected at most 2147483647 in all"), "{reason}");
-    let wanted = RequestedGradients { q: true, ..RequestedGradients::default() };
-    let backward_reason = call.plan_backward(wanted).expect_err("a reason");
+    let wanted = RequestedGradients { layout: OutputLayout::Bhtd, of: PerInput { q: true, ..PerInput::default() } };
+    let backward_reason = plan_backward(&call, wanted).expect_err("a reason");
     assert!(backward_reason.reason().contains("blocks, expected at most 2147483647 in all"), "{backward_reason}");
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Attention and its gradients by plain loops in f64.
 
-use candle_attention_cuda::{AttentionCall, DropoutSeed, FirstPosition, KvScales};
+use candle_attention_cuda::{CudaCall, DropoutMask, FirstPosition, KvScales};
 use candle_attention_kernels::flash::{WeightIndex, philox_keeps};
 use candle_core::{DType, Result, Tensor};
 
@@ -68,7 +68,7 @@ struct Sequence {
 
 /// A call with its numbers in f64.
 struct Problem<'a> {
-    call: &'a AttentionCall,
+    call: &'a CudaCall,
     q: Rows,
     k: Rows,
     v: Rows,
@@ -118,7 +118,7 @@ fn decoded(tensor: &Tensor, scales: Option<&Tensor>) -> Result<Rows> {
 }
 
 impl<'a> Problem<'a> {
-    fn new(call: &'a AttentionCall) -> Result<Self> {
+    fn new(call: &'a CudaCall) -> Result<Self> {
         let scales = call.kv_scales.as_ref();
         let scores = &call.scores;
         let (k, v) = (
@@ -129,7 +129,7 @@ impl<'a> Problem<'a> {
         let lens = |tensor: &Tensor| -> Result<Vec<usize>> {
             Ok(tensor.to_vec1::<i32>()?.into_iter().map(|n| n as usize).collect())
         };
-        let (ends, key_ends) = match &call.packed {
+        let (ends, key_ends) = match &call.keys.packed {
             Some(packed) => (lens(&packed.cu_seqlens_q)?, lens(&packed.cu_seqlens_kv)?),
             None => ((0..=call.q.dim(0)?).map(|b| b * t_q).collect(), (0..=call.q.dim(0)?).map(|b| b * t_kv).collect()),
         };
@@ -140,7 +140,7 @@ impl<'a> Problem<'a> {
         let mut sequences = Vec::new();
         for index in 0..ends.len() - 1 {
             let (queries, keys) = (ends[index + 1] - ends[index], key_ends[index + 1] - key_ends[index]);
-            let is_packed = call.packed.is_some();
+            let is_packed = call.keys.packed.is_some();
             sequences.push(Sequence {
                 index,
                 batch: if is_packed { 0 } else { index },
@@ -165,7 +165,7 @@ impl<'a> Problem<'a> {
             relative_bias: optional(scores.relative_bias.as_ref())?,
             slopes: optional(scores.alibi_slopes.as_ref())?,
             sinks: optional(scores.sinks.as_ref())?,
-            longest_queries: call.packed.as_ref().map_or(t_q, |packed| packed.longest_queries),
+            longest_queries: call.keys.packed.as_ref().map_or(t_q, |packed| packed.longest_queries),
             sequences,
         })
     }
@@ -243,9 +243,10 @@ impl<'a> Problem<'a> {
             let factor = match &scores.dropout {
                 None => 1.0,
                 Some(dropout) => {
-                    let seed = match &dropout.seed {
-                        DropoutSeed::Number(seed) => *seed,
-                        DropoutSeed::OnDevice(halves) => {
+                    let seed = match &dropout.mask {
+                        DropoutMask::Philox(seed) => *seed,
+                        DropoutMask::KeptBits(_) => panic!("a seed"),
+                        DropoutMask::PhiloxOnDevice(halves) => {
                             let halves = halves.to_vec1::<u32>()?;
                             u64::from(halves[0]) | u64::from(halves[1]) << 32
                         }
@@ -275,7 +276,7 @@ impl<'a> Problem<'a> {
 }
 
 /// Computes the output (B, H, T_q, D_v) and the log-sum-exp.
-pub fn forward(call: &AttentionCall) -> Result<ForwardResult> {
+pub fn forward(call: &CudaCall) -> Result<ForwardResult> {
     let problem = Problem::new(call)?;
     let (heads, t_q, d_v) = (problem.q.dims[1], problem.q.dims[2], problem.v.dims[3]);
     let rows = problem.q.dims[0] * heads * t_q;
@@ -301,7 +302,7 @@ pub fn forward(call: &AttentionCall) -> Result<ForwardResult> {
 }
 
 /// Computes the gradients.
-pub fn backward(call: &AttentionCall, loss: &Loss) -> Result<BackwardResult> {
+pub fn backward(call: &CudaCall, loss: &Loss) -> Result<BackwardResult> {
     let problem = Problem::new(call)?;
     let (heads, t_q, d, d_v) = (problem.q.dims[1], problem.q.dims[2], problem.q.dims[3], problem.v.dims[3]);
     let zeros = |rows: &Option<Rows>| rows.as_ref().map(Rows::zeros);

@@ -1,6 +1,6 @@
 //! The products of a packed block with a tile, over the parts of both that attend to each other.
 
-use super::tile::{Overlap, Part};
+use super::tile::{Overlap, TilePart};
 use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Vector, multiply};
 
 /// Computes the product of a block's keys with a tile's queries, (depth, panel), over a part of both; or of its values
@@ -11,7 +11,7 @@ use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Vector,
 /// depth; the part begins at a whole group of keys.
 pub(super) unsafe fn multiply_keys<K: Kernel>(
     overlap: &Overlap,
-    part: &Part,
+    part: &TilePart,
     rows: LeftOperand,
     depth: usize,
     columns: *const f32,
@@ -42,7 +42,7 @@ pub(super) unsafe fn multiply_keys<K: Kernel>(
 /// the weights of a panel; the part begins at a whole step of depth.
 pub(super) unsafe fn add_values<K: Kernel>(
     overlap: &Overlap,
-    part: &Part,
+    part: &TilePart,
     values: LeftOperand,
     rows: usize,
     weights: *const f32,

@@ -5,24 +5,24 @@
 //! BigCrush): the key is the seed, the counter is (key / 4, query, head, sequence), and its four words belong to four
 //! neighbouring keys.
 
-use super::dims::AttentionDims;
+use super::view::View;
 use crate::error::{Error, check_len};
+use candle_attention_call::{AttentionDims, Dropout, DropoutMask};
 
-/// Weights are dropped with a probability, and the others divided by the probability of being kept.
+/// Dropout of the weights of a checked call.
 #[derive(Debug, Clone, Copy)]
-pub struct Dropout<'a> {
-    /// The weights that are dropped.
-    pub mask: DropoutMask<'a>,
-    /// The probability, from 0 to 1.
+pub(super) struct TileDropout<'a> {
+    pub mask: TileMask<'a>,
+    /// The probability with which a weight is dropped, from 0 to 1.
     pub p: f64,
 }
 
 /// A choice of the weights that are dropped.
 #[derive(Debug, Clone, Copy)]
-pub enum DropoutMask<'a> {
+pub(super) enum TileMask<'a> {
     /// The weights that Philox draws for this seed ([`philox_keeps`]).
     Philox(u64),
-    /// The weights whose bit is 0: a bit for each of (B, H, T_q, T_kv), the first of eight in the lowest bit of a byte.
+    /// The weights whose bit is 0, by [`DropoutMask::KeptBits`].
     KeptBits(&'a [u8]),
 }
 
@@ -50,14 +50,22 @@ pub(super) fn threshold(p: f64) -> u32 {
     (p * 2f64.powi(32)).round() as u32
 }
 
-impl Dropout<'_> {
-    /// Checks that the mask has a bit for each weight.
-    pub(super) fn check(&self, dims: &AttentionDims) -> Result<(), Error> {
-        let DropoutMask::KeptBits(bits) = self.mask else { return Ok(()) };
+impl<'a> TileDropout<'a> {
+    /// Returns the dropout of a call, after checking that a mask has a bit for each weight.
+    pub fn new(dropout: &Dropout<View<'a>>, dims: &AttentionDims) -> Result<Self, Error> {
+        let Dropout { p, mask } = *dropout;
+        let bits = match &mask {
+            DropoutMask::Philox(seed) => return Ok(Self { mask: TileMask::Philox(*seed), p }),
+            DropoutMask::PhiloxOnDevice(_) => {
+                return Err(Error::Shape("expected a seed of dropout as a number, found a tensor".into()));
+            }
+            DropoutMask::KeptBits(bits) => bits.typed_list("dropout bits")?,
+        };
         let shape = [dims.b, dims.h, dims.t_q, dims.t_kv];
         let count = shape.iter().try_fold(1usize, |count, &dim| count.checked_mul(dim));
         let count = count.ok_or_else(|| Error::Memory(format!("a dropout mask of {shape:?}")))?;
-        check_len("dropout bits", bits.len(), count.div_ceil(8))
+        check_len("dropout bits", bits.len(), count.div_ceil(8))?;
+        Ok(Self { mask: TileMask::KeptBits(bits), p })
     }
 }
 

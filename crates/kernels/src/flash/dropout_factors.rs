@@ -2,14 +2,14 @@
 
 use std::ops::Range;
 
-use super::dims::AttentionDims;
-use super::dropout::{Dropout, DropoutMask, philox, threshold};
+use super::dropout::{TileDropout, TileMask, philox, threshold};
 use super::tile::Tile;
 use crate::cpu::{MAX_LANES, Vector};
+use candle_attention_call::AttentionDims;
 
 /// The dropout factors of a tile's weights over some keys.
 pub(super) struct DropoutFactors<'a> {
-    pub dropout: Dropout<'a>,
+    pub dropout: TileDropout<'a>,
     pub dims: AttentionDims,
     pub tile: &'a Tile,
     pub keys: Range<usize>,
@@ -40,10 +40,10 @@ impl DropoutFactors<'_> {
             // SAFETY: as this method's contract.
             unsafe {
                 match self.dropout.mask {
-                    DropoutMask::Philox(seed) => self.write_columns::<V>(column, |group, lane| {
+                    TileMask::Philox(seed) => self.write_columns::<V>(column, |group, lane| {
                         philox([group as u32, queries[lane], heads[lane], tile.kv.b as u32], seed)
                     }),
-                    DropoutMask::KeptBits(bits) => self.write_columns::<V>(column, |group, lane| {
+                    TileMask::KeptBits(bits) => self.write_columns::<V>(column, |group, lane| {
                         [0, 1, 2, 3].map(|n| {
                             let at = first_weights[lane] + 4 * group + n;
                             bits.get(at / 8).map_or(0, |byte| u32::from(byte >> (at % 8) & 1))
@@ -67,7 +67,7 @@ impl DropoutFactors<'_> {
         let panel = self.tile.panel;
         let p = self.dropout.p;
         let factor = if p < 1.0 { (1.0 / (1.0 - p)) as f32 } else { 0.0 };
-        let least_kept = if let DropoutMask::Philox(_) = self.dropout.mask { threshold(p) } else { 1 };
+        let least_kept = if let TileMask::Philox(_) = self.dropout.mask { threshold(p) } else { 1 };
         for group in keys.start / 4..keys.end.div_ceil(4) {
             let mut group_words = [[0; MAX_LANES]; 4];
             for lane in 0..MAX_LANES {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::call::AttentionCall;
+use super::call::ForwardCall;
 use super::chain::Chain;
 use super::decode;
 use super::epilogue::{KeyPart, Partials, WriteOutput};
@@ -21,11 +21,11 @@ use crate::number::{Number, Stored};
 /// # Safety
 /// The processor has the instruction set of K.
 pub(super) unsafe fn run_on<K: Kernel, E: Number, S: Stored>(
-    call: &AttentionCall<E>,
+    call: &ForwardCall<E>,
     keys_values: &KeysValues<S>,
 ) -> Option<()> {
-    let can_decode = call.inputs.options.dropout.is_none() && call.statistics.is_none();
-    if can_decode && call.inputs.dims.rows() <= decode::max_rows::<K>() {
+    let can_decode = call.checked.inputs.options.dropout.is_none() && call.to.statistics.is_none();
+    if can_decode && call.checked.inputs.dims.rows() <= decode::max_rows::<K>() {
         // SAFETY: the processor has the instruction set of K, which includes that of its kernel for f32.
         return unsafe { decode::run::<K::Vector, E, S>(call, keys_values) };
     }
@@ -35,14 +35,14 @@ pub(super) unsafe fn run_on<K: Kernel, E: Number, S: Stored>(
         // was made for the call and has a panel for each tile.
         unsafe {
             for (index, tile) in task.tiles.iter().enumerate() {
-                let tile_rows = &TileRows { matrix: &call.q, width: inputs.dims.d, dims: &inputs.dims, tile };
+                let tile_rows = &TileRows { matrix: &call.checked.q, width: inputs.dims.d, dims: &inputs.dims, tile };
                 let width = workspace.d;
                 let staging = workspace.staging.as_mut_ptr();
                 let panel = workspace.queries.as_mut_ptr().add(index * width.word_squares * K::PANEL);
                 K::run_simd(PackTile { rows: tile_rows, width, panel, staging, factor: task.units.query });
             }
             K::run_simd(Prefill { task, keys_values, workspace });
-            if let Some(output) = &call.statistics {
+            if let Some(output) = &call.to.statistics {
                 K::Vector::run_simd(Observe { task, output, workspace });
             }
             K::Vector::run_simd(WriteOutput {
@@ -59,20 +59,20 @@ pub(super) unsafe fn run_on<K: Kernel, E: Number, S: Stored>(
 /// Splits a call, whose keys and values have `bytes` a number, into tasks, and runs them, those with the most keys
 /// first.
 fn run_tasks<E: Number>(
-    call: &AttentionCall<E>,
+    call: &ForwardCall<E>,
     layout: Layout,
     bytes: usize,
     run: &(dyn Fn(&mut AttentionWorkspace, &AttentionTask) + Sync),
 ) -> Option<()> {
-    let dims = &call.inputs.dims;
-    let relative_bias = match call.inputs.options.relative_bias {
+    let dims = &call.checked.inputs.dims;
+    let relative_bias = match call.checked.inputs.options.relative_bias {
         Some(bias) => Some(RelativeBiasTable::new(bias, dims)?),
         None => None,
     };
-    let inputs = &ScoreInputs { relative_bias: relative_bias.as_ref(), ..call.inputs };
+    let inputs = &ScoreInputs { relative_bias: relative_bias.as_ref(), ..call.checked.inputs };
     let units = inputs.options.units(layout.elements == 2);
     let workers = workers(dims, bytes, 1);
-    let split = AttentionTaskSplit::new(layout, dims, workers.count, call.statistics.is_some());
+    let split = AttentionTaskSplit::new(layout, dims, workers.count, call.to.statistics.is_some());
     let heads = dims.kv_heads();
     let chunks = heads.checked_mul(split.row_chunks)?;
     let chain = &Chain::new(chunks, heads)?;
@@ -81,7 +81,7 @@ fn run_tasks<E: Number>(
         parts => Some(Partials::new(dims, dims.rows(), parts)?),
     };
     let panels = split.rows_per_chunk.min(dims.rows()).div_ceil(layout.panel);
-    let allocate = || AttentionWorkspace::new(layout, inputs, panels, call.statistics.is_some());
+    let allocate = || AttentionWorkspace::new(layout, inputs, panels, call.to.statistics.is_some());
     for_each_task(chunks.checked_mul(split.key_parts)?, workers, &allocate, &|workspace, number| {
         let index = number / split.key_parts;
         let part = number % split.key_parts;
@@ -106,6 +106,6 @@ fn run_tasks<E: Number>(
         partials.merge(call);
     }
     let is_out_of_memory =
-        call.statistics.as_ref().is_some_and(|statistics| statistics.is_out_of_memory.load(Ordering::Relaxed));
+        call.to.statistics.as_ref().is_some_and(|statistics| statistics.is_out_of_memory.load(Ordering::Relaxed));
     (!is_out_of_memory).then_some(())
 }

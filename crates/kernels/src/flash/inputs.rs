@@ -3,17 +3,20 @@
 
 use std::ops::Range;
 
-use super::dims::{AttentionDims, KvHead, QueryRow};
-use super::options::{Alibi, ScoreOptions};
+use super::options::{TileAlibi, TileModifiers};
+use super::problem::CpuCall;
 use super::relative_bias::RelativeBiasTable;
+use super::view::View;
+use crate::error::Error;
 use crate::number::{Stored, Strided};
+use candle_attention_call::{AttentionCall, AttentionDims, KvHead, QueryRow};
 
 /// The inputs of the score computation, independent of the type of elements.
 #[derive(Clone, Copy)]
 pub(super) struct ScoreInputs<'a> {
     pub dims: AttentionDims,
     pub ranges: &'a [Range<usize>],
-    pub options: ScoreOptions<'a>,
+    pub options: TileModifiers<'a>,
     /// The relative bias of the options, for tiles.
     pub relative_bias: Option<&'a RelativeBiasTable<'a>>,
 }
@@ -25,14 +28,17 @@ impl ScoreInputs<'_> {
     }
 
     /// Returns the position of a query, from which ALiBi counts.
-    pub fn position(&self, alibi: &Alibi, row: QueryRow) -> f32 {
+    pub fn position(&self, alibi: &TileAlibi, row: QueryRow) -> f32 {
         alibi.positions[row.b * self.dims.t_q + row.query]
     }
 
     /// Returns whether the boolean mask, if there is one, lets a query attend to a key.
     pub fn is_allowed(&self, row: QueryRow, key: usize) -> bool {
         // SAFETY: the view was checked for every query and key of the call.
-        self.options.bool_mask.as_ref().is_none_or(|mask| unsafe { *mask.at([row.b, row.head, row.query, key]) != 0 })
+        self.options
+            .boolean_mask
+            .as_ref()
+            .is_none_or(|mask| unsafe { *mask.at([row.b, row.head, row.query, key]) != 0 })
     }
 }
 
@@ -57,6 +63,43 @@ pub struct KvMatrix<'a, S> {
 pub struct KeysValues<'a, S> {
     pub(super) k: KvMatrix<'a, S>,
     pub(super) v: KvMatrix<'a, S>,
+}
+
+impl<'a, S: Stored> KeysValues<'a, S> {
+    /// Returns the checked keys and values of a call.
+    pub(super) fn new(call: &CpuCall<'a>) -> Result<Self, Error> {
+        let AttentionCall { dims, k, v, kv_scales, .. } = call;
+        let scales = kv_scales.as_ref();
+        Ok(Self {
+            k: KvMatrix::new("k", k, scales.map(|scales| &scales.k), dims, dims.d)?,
+            v: KvMatrix::new("v", v, scales.map(|scales| &scales.v), dims, dims.d_v)?,
+        })
+    }
+}
+
+impl<'a, S: Stored> KvMatrix<'a, S> {
+    /// Returns the keys or the values of a call after checking that their slices have every row of (B, H_kv, T_kv).
+    pub(super) fn new(
+        name: &str,
+        rows: &View<'a>,
+        scales: Option<&View<'a>>,
+        dims: &AttentionDims,
+        width: usize,
+    ) -> Result<Self, Error> {
+        let shape = [dims.b, dims.h_kv, dims.t_kv];
+        let rows = rows.rows::<S>(name, width)?;
+        rows.check(name, shape, width)?;
+        let scales = match scales {
+            Some(scales) => {
+                let name_of_scales = format!("the scales of {name}");
+                let scales = scales.rows(&name_of_scales, 1)?;
+                scales.check(&name_of_scales, shape, 1)?;
+                Some(scales)
+            }
+            None => None,
+        };
+        Ok(Self { rows, scales, width })
+    }
 }
 
 impl<S: Stored> KvMatrix<'_, S> {

@@ -2,35 +2,35 @@
 
 use half::{bf16, f16};
 
-use super::backward::call::AttentionBackwardCall;
+use super::backward::call::BackwardCall;
 use super::backward::run as backward;
-use super::call::AttentionCall;
+use super::call::ForwardCall;
 use super::forward;
 use super::inputs::KeysValues;
 use crate::cpu::{InstructionSet, Kernel, SimdTask};
 use crate::number::Number;
 
-/// A call for a kernel, with keys and values as they are stored.
-pub enum KernelCall<'a, 'b, E> {
-    Float(&'a AttentionCall<'b, E>, KeysValues<'b, E>),
-    Q8(&'a AttentionCall<'b, E>, KeysValues<'b, u8>),
-    Backward(&'a AttentionBackwardCall<'b, E>, KeysValues<'b, E>),
+/// A pass of a call for a kernel, with keys and values as they are stored.
+pub enum KernelTask<'a, 'b, E> {
+    Float(&'a ForwardCall<'b, E>, KeysValues<'b, E>),
+    Q8(&'a ForwardCall<'b, E>, KeysValues<'b, u8>),
+    Backward(&'a BackwardCall<'b, E>, KeysValues<'b, E>),
 }
 
 /// An element type whose kernels are compiled here, in this package: generic code would be compiled again, and perhaps
 /// without optimisation, wherever it is used. Calls are checked before they are made, and no other package can make
 /// one.
 pub trait AttentionKernels: Number {
-    /// Runs a call. `None` if memory is short. The processor has the instruction set.
-    fn run(call: KernelCall<Self>, instruction_set: InstructionSet) -> Option<()>;
+    /// Runs a pass. `None` if memory is short. The processor has the instruction set.
+    fn run(task: KernelTask<Self>, instruction_set: InstructionSet) -> Option<()>;
 }
 
 macro_rules! run {
     ($($type:ty),*) => {
         $(impl AttentionKernels for $type {
-            fn run(call: KernelCall<Self>, instruction_set: InstructionSet) -> Option<()> {
+            fn run(task: KernelTask<Self>, instruction_set: InstructionSet) -> Option<()> {
                 let mut done = None;
-                Self::dispatch(instruction_set, RunCall { call, done: &mut done });
+                Self::dispatch(instruction_set, RunTask { task, done: &mut done });
                 done
             }
         })*
@@ -39,19 +39,19 @@ macro_rules! run {
 
 run!(f32, bf16, f16);
 
-struct RunCall<'a, 'b, E> {
-    call: KernelCall<'a, 'b, E>,
+struct RunTask<'a, 'b, E> {
+    task: KernelTask<'a, 'b, E>,
     done: &'a mut Option<()>,
 }
 
-impl<E: Number> SimdTask for RunCall<'_, '_, E> {
+impl<E: Number> SimdTask for RunTask<'_, '_, E> {
     unsafe fn run<K: Kernel>(self) {
         // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
         *self.done = unsafe {
-            match self.call {
-                KernelCall::Float(call, keys_values) => forward::run_on::<K, E, E>(call, &keys_values),
-                KernelCall::Q8(call, keys_values) => forward::run_on::<K, E, u8>(call, &keys_values),
-                KernelCall::Backward(call, keys_values) => backward::run_on::<K, E>(call, &keys_values),
+            match self.task {
+                KernelTask::Float(call, keys_values) => forward::run_on::<K, E, E>(call, &keys_values),
+                KernelTask::Q8(call, keys_values) => forward::run_on::<K, E, u8>(call, &keys_values),
+                KernelTask::Backward(call, keys_values) => backward::run_on::<K, E>(call, &keys_values),
             }
         };
     }

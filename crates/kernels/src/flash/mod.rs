@@ -1,8 +1,8 @@
 //! Fused attention: scores are computed, normalised and used a tile at a time, and are never in memory as a whole. The
 //! design is described in this package's README.
 //!
-//! Files import each other in one direction only. From the lowest to the highest: the parts of a call (`dims`,
-//! `dropout`, `relative_bias`, `options`, `problem`, `inputs`, `call`), tiles and memory (`tile`, `packed_width`,
+//! Files import each other in one direction only. From the lowest to the highest: the parts of a call (`view`,
+//! `problem`, `dropout`, `relative_bias`, `options`, `inputs`, `call`), tiles and memory (`tile`, `packed_width`,
 //! `state`, `tasks`), the steps of a tile (`pack`, `scores`, `softmax`, `epilogue`), the passes (`decode`, `prefill`,
 //! `forward`, `backward`, `statistics`), and the functions for callers (`attend`).
 
@@ -12,7 +12,6 @@ mod block_products;
 mod call;
 mod chain;
 mod decode;
-mod dims;
 mod dropout;
 mod dropout_factors;
 mod epilogue;
@@ -26,6 +25,7 @@ mod packed_width;
 mod prefill;
 mod problem;
 mod relative_bias;
+mod results;
 mod scores;
 mod softmax;
 mod state;
@@ -39,14 +39,19 @@ mod tasks;
 )]
 mod tests;
 mod tile;
+mod view;
 
-pub use crate::number::Strided;
-pub use attend::{attend, attend_vec};
-pub use backward::{AttentionBackwardProblem, AttentionGradients, RequestedGradients, attend_backward};
-pub use dims::AttentionDims;
-pub use dropout::{Dropout, DropoutMask, WeightIndex, philox_keeps};
+pub use crate::number::{Numbers, Strided};
+pub use attend::attend;
+pub use backward::{AttentionBackwardProblem, AttentionGradients, attend_backward};
+pub use candle_attention_call::{
+    AttentionCall, AttentionDims, Dropout, DropoutMask, KvScales, OutputLayout, PerInput, RequestedGradients,
+    RequestedResults, RequestedStatistics, ScoreModifiers, WeightTile,
+};
+pub use dropout::{WeightIndex, philox_keeps};
 pub use kernels::AttentionKernels;
-pub use options::{Alibi, ScoreOptions, SoftmaxStats};
-pub use problem::{AttentionProblem, KvRows, OutputLayout};
-pub use relative_bias::RelativeBias;
-pub use statistics::{MAX_TOP, RequestedStatistics, Statistics, attend_with_statistics};
+pub use options::SoftmaxStats;
+pub use problem::{CpuCall, Diagonals, KeysOfQueries};
+pub use results::AttentionResults;
+pub use statistics::{MAX_TOP, Statistics};
+pub use view::View;

@@ -1,64 +1,42 @@
 //! The score modifiers of a call, and the units of its scores.
 
-use std::ops::Range;
-
-use super::dims::AttentionDims;
-use super::dropout::Dropout;
-use super::relative_bias::RelativeBias;
+use super::dropout::TileDropout;
+use super::problem::{CpuCall, KeysOfQueries};
+use super::relative_bias::TileRelativeBias;
 use crate::error::{Error, check_len};
 use crate::number::Strided;
+use candle_attention_call::{AttentionCall, AttentionDims, ScoreModifiers};
 
 /// ALiBi: `-slope · |position - key|` is added to a score.
 #[derive(Debug, Clone, Copy)]
-pub struct Alibi<'a> {
+pub(super) struct TileAlibi<'a> {
     /// A slope for each query head, (H,).
     pub slopes: &'a [f32],
     /// The key position of each query, (B, T_q).
     pub positions: &'a [f32],
 }
 
-/// The score modifiers before the softmax, applied in the order of the fields, with the sinks and the dropout.
+/// The score modifiers of a checked call, in the types in which tiles read them.
 #[derive(Debug, Clone, Copy)]
-pub struct ScoreOptions<'a> {
-    /// The factor of the product of a query and a key, usually 1 / √D.
+pub(super) struct TileModifiers<'a> {
     pub scale: f64,
-    /// `softcap · tanh(score / softcap)`.
     pub softcap: Option<f32>,
-    /// ALiBi, added to the scores.
-    pub alibi: Option<Alibi<'a>>,
-    /// A bias for each distance between a query and a key, added to the scores.
-    pub relative_bias: Option<RelativeBias<'a>>,
-    /// A bias for each score, added to it: (B, H, T_q, T_kv).
+    pub alibi: Option<TileAlibi<'a>>,
+    pub relative_bias: Option<TileRelativeBias<'a>>,
+    /// (B, H, T_q, T_kv).
     pub bias: Option<Strided<'a, f32, 4>>,
-    /// A boolean mask: 0 masks a key for a query, (B, H, T_q, T_kv).
-    pub bool_mask: Option<Strided<'a, u8, 4>>,
-    /// Attention sinks: a logit for each query head that is added to the softmax's sum and has no value, (H,).
+    /// (B, H, T_q, T_kv).
+    pub boolean_mask: Option<Strided<'a, u8, 4>>,
+    /// (H,).
     pub sinks: Option<&'a [f32]>,
-    /// Dropout of the weights after the softmax.
-    pub dropout: Option<Dropout<'a>>,
-}
-
-impl Default for ScoreOptions<'_> {
-    /// Returns options that do not change scores.
-    fn default() -> Self {
-        Self {
-            scale: 1.0,
-            softcap: None,
-            alibi: None,
-            relative_bias: None,
-            bias: None,
-            bool_mask: None,
-            sinks: None,
-            dropout: None,
-        }
-    }
+    pub dropout: Option<TileDropout<'a>>,
 }
 
 /// The softmax statistics of a query, from which its weights can be computed again: the log-sum-exp in two parts, since
 /// one f32 would lose the sum next to a large score.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SoftmaxStats {
-    /// The largest exponent, a sink's included, in the unit of [`ScoreOptions::exponent_unit`].
+    /// The largest exponent, a sink's included, in the unit of [`TileModifiers::exponent_unit`].
     pub(super) max: f32,
     /// The sum of all weights, a sink's included, relative to the largest.
     pub(super) sum: f32,
@@ -73,36 +51,62 @@ pub(super) struct ScoreUnits {
     pub product: f32,
     /// The factor from there to exponents; above 0, so that the largest stays the largest.
     pub exponent: f32,
-    /// The unit of exponents, by [`ScoreOptions::exponent_unit`].
+    /// The unit of exponents, by [`TileModifiers::exponent_unit`].
     pub exponent_unit: f32,
 }
 
-impl ScoreOptions<'_> {
-    /// Checks that every index of the call is within its slice. `ranges` are the keys of each query, (B, T_q).
-    pub(super) fn check(&self, dims: &AttentionDims, ranges: &[Range<usize>]) -> Result<(), Error> {
+impl<'a> TileModifiers<'a> {
+    /// Returns the modifiers of a call, after checking that every index of the call is within its slice.
+    pub(super) fn new(call: &CpuCall<'a>) -> Result<Self, Error> {
+        let AttentionCall { dims, keys, scores, .. } = call;
+        let KeysOfQueries { ranges, positions, diagonals } = *keys;
+        let ScoreModifiers { scale, softcap, alibi_slopes, relative_bias, bias, boolean_mask, sinks, dropout } = scores;
         let AttentionDims { b, h, t_q, t_kv, .. } = *dims;
-        if let Some(Alibi { slopes, positions }) = self.alibi {
+        let mut modifiers = Self {
+            scale: *scale,
+            softcap: softcap.map(|softcap| softcap as f32),
+            alibi: None,
+            relative_bias: None,
+            bias: None,
+            boolean_mask: None,
+            sinks: None,
+            dropout: None,
+        };
+        if let Some(slopes) = alibi_slopes {
+            let slopes = slopes.typed_list("slopes")?;
             check_len("slopes", slopes.len(), h)?;
             check_len("positions", positions.len(), b * t_q)?;
+            modifiers.alibi = Some(TileAlibi { slopes, positions });
         }
-        if let Some(relative_bias) = &self.relative_bias {
+        if let Some(biases) = relative_bias {
+            let rows = biases.head_rows("relative bias")?;
+            let relative_bias = TileRelativeBias { rows, len: diagonals.len, origins: diagonals.origins };
             relative_bias.check(dims, ranges)?;
+            modifiers.relative_bias = Some(relative_bias);
         }
-        if let Some(bias) = &self.bias {
+        if let Some(bias) = bias {
+            let bias = bias.entries("bias")?;
             bias.check("bias", [b, h, t_q, t_kv], 1)?;
+            modifiers.bias = Some(bias);
         }
-        if let Some(bool_mask) = &self.bool_mask {
-            bool_mask.check("bool_mask", [b, h, t_q, t_kv], 1)?;
+        if let Some(mask) = boolean_mask {
+            let mask = mask.entries("boolean_mask")?;
+            mask.check("boolean_mask", [b, h, t_q, t_kv], 1)?;
+            modifiers.boolean_mask = Some(mask);
         }
-        if let Some(sinks) = self.sinks {
+        if let Some(sinks) = sinks {
+            let sinks = sinks.typed_list("sinks")?;
             check_len("sinks", sinks.len(), h)?;
+            modifiers.sinks = Some(sinks);
         }
-        if let Some(dropout) = &self.dropout {
-            dropout.check(dims)?;
+        if let Some(dropout) = dropout {
+            modifiers.dropout = Some(TileDropout::new(dropout, dims)?);
         }
-        Ok(())
+        Ok(modifiers)
     }
+}
 
+impl TileModifiers<'_> {
     /// Returns whether scores are modified by more than a factor between the product and the softmax.
     pub(super) fn modifies_scores(&self) -> bool {
         self.softcap.is_some() || self.alibi.is_some() || self.has_bias()

@@ -5,13 +5,13 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::dims::{AttentionDims, KvHead};
 use super::inputs::{KeysValues, KvMatrix, query_row};
 use super::packed_width::{PackedWidth, column_group};
 use super::tasks::AttentionWorkspace;
 use super::tile::Tile;
 use crate::cpu::{Kernel, LeftOperand, SimdTask, Vector, prefetch_bytes};
 use crate::number::{Number, Stored, Strided, load_first, pack_row_pair, store_first, widen_row};
+use candle_attention_call::{AttentionDims, KvHead};
 
 /// The distance, in rows of f32, at which rows are prefetched: enough to cover the latency of memory at a row every few
 /// dozen cycles. For narrower elements there are more rows in the same number of bytes.
@@ -29,7 +29,7 @@ pub(super) unsafe fn prefetch_row<V: Vector, E>(row: *const E, stride: usize, wi
 }
 
 /// The rows of some keys of one head in the matrix of keys, or of values.
-pub(super) struct HeadRows<'a, S> {
+pub(super) struct KvHeadRows<'a, S> {
     rows: &'a KvMatrix<'a, S>,
     kv: KvHead,
     /// The numbers in a row.
@@ -38,7 +38,7 @@ pub(super) struct HeadRows<'a, S> {
     finite: OnceCell<bool>,
 }
 
-impl<'a, S: Stored> HeadRows<'a, S> {
+impl<'a, S: Stored> KvHeadRows<'a, S> {
     /// Selects the rows of some keys.
     pub fn new(rows: &'a KvMatrix<'a, S>, kv: KvHead, keys: Range<usize>) -> Self {
         Self { rows, kv, width: rows.width, keys, finite: OnceCell::new() }
@@ -102,7 +102,7 @@ pub(super) struct PackedBlock<'a, S> {
     /// The values, transposed, as the D_v rows of a product whose depth are the keys.
     pub v: LeftOperand,
     /// The values as they are stored.
-    pub values: HeadRows<'a, S>,
+    pub values: KvHeadRows<'a, S>,
 }
 
 impl<'a, S: Stored> PackedBlock<'a, S> {
@@ -119,8 +119,8 @@ impl<'a, S: Stored> PackedBlock<'a, S> {
         kv: KvHead,
         keys: Range<usize>,
     ) -> Self {
-        let rows = HeadRows::new(&keys_values.k, kv, keys.clone());
-        let values = HeadRows::new(&keys_values.v, kv, keys);
+        let rows = KvHeadRows::new(&keys_values.k, kv, keys.clone());
+        let values = KvHeadRows::new(&keys_values.v, kv, keys);
         let staging = workspace.staging.as_mut_ptr();
         // SAFETY: as this function's contract; the workspace has memory for a block of keys and of values.
         unsafe {
@@ -135,7 +135,7 @@ impl<'a, S: Stored> PackedBlock<'a, S> {
 ///
 /// # Safety
 /// The processor has the instruction set of K; the rows exist; `to` takes a block of rows of `depth` words.
-pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(rows: &HeadRows<S>, to: *mut f32, depth: usize) -> LeftOperand {
+pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(rows: &KvHeadRows<S>, to: *mut f32, depth: usize) -> LeftOperand {
     // SAFETY: as this function's contract.
     unsafe { K::run_simd(Pack { rows, to, form: Form::Rows { depth } }) };
     LeftOperand { at: to, group: K::ROWS * depth, row: depth, step: 1 }
@@ -143,7 +143,7 @@ pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(rows: &HeadRows<S>, to: *mu
 
 /// Packs rows as words, as they are or transposed.
 struct Pack<'a, S> {
-    rows: &'a HeadRows<'a, S>,
+    rows: &'a KvHeadRows<'a, S>,
     to: *mut f32,
     form: Form,
 }
@@ -188,7 +188,7 @@ impl<S: Stored> SimdTask for Pack<'_, S> {
 /// The processor has the instruction set of K; the rows exist; `to` takes [`PackedWidth::column_words`] and `staging`
 /// [`PackedWidth::staging_words`].
 pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
-    rows: &HeadRows<S>,
+    rows: &KvHeadRows<S>,
     to: *mut f32,
     staging: *mut f32,
     width: PackedWidth,
@@ -310,7 +310,7 @@ impl<E> TileRows<'_, E> {
 /// As [`pack_columns`].
 #[inline(always)]
 unsafe fn pack_column_groups<K: Kernel, S: Stored>(
-    rows: &HeadRows<S>,
+    rows: &KvHeadRows<S>,
     to: *mut f32,
     staging: *mut f32,
     width: PackedWidth,
@@ -335,7 +335,7 @@ unsafe fn pack_column_groups<K: Kernel, S: Stored>(
 /// As [`pack_columns`]; S is bf16 or scaled.
 #[inline(always)]
 unsafe fn pack_column_pairs<K: Kernel, S: Stored>(
-    rows: &HeadRows<S>,
+    rows: &KvHeadRows<S>,
     to: *mut f32,
     staging: *mut f32,
     width: PackedWidth,

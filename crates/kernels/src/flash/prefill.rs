@@ -18,7 +18,7 @@ use super::pack::PackedBlock;
 use super::scores::TileScores;
 use super::softmax::TileSoftmax;
 use super::tasks::{AttentionTask, AttentionWorkspace};
-use super::tile::{Overlap, Part, Tile, intersection};
+use super::tile::{Overlap, Tile, TilePart, intersection};
 use crate::cpu::{Kernel, MAX_COLUMNS, SimdTask, Vector};
 use crate::number::{Stored, store_first};
 
@@ -95,7 +95,7 @@ impl<S: Stored> TileBlock<'_, '_, S> {
                 scores,
                 staging: workspace.staging.as_mut_ptr(),
                 dropout: workspace.dropout.as_mut_ptr(),
-                cap_slopes: None,
+                cap_derivatives: None,
             };
             let scores_out = workspace.statistics.as_mut().map(|memory| {
                 let first = index * inputs.dims.t_kv + overlap.keys.start;
@@ -127,7 +127,7 @@ impl<S: Stored> TileBlock<'_, '_, S> {
     unsafe fn add_attended<K: Kernel>(
         &self,
         overlap: &Overlap,
-        part: &Part,
+        part: &TilePart,
         weights: *const f32,
         factors: &[f32; MAX_COLUMNS],
         to: *mut f32,

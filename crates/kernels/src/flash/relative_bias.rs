@@ -3,23 +3,17 @@
 
 use std::ops::Range;
 
-use super::dims::{AttentionDims, KvHead, QueryRow};
 use crate::cpu::{MAX_LANES, Scratch};
 use crate::error::{Error, check_len};
 use crate::number::Strided;
+use candle_attention_call::{AttentionDims, KvHead, QueryRow};
 
-/// A bias for each distance between a query and a key.
-///
-/// Entry `origin + j` of a head is added to the score of a query and key `j`. With `T_q - 1 - i` as the origin of query
-/// i, entry n belongs to the n-th diagonal of the scores. Every key that a query attends to must have an entry. Masked
-/// keys need none, so that the origin of a fully masked query may be any number.
+/// A bias for each distance between a query and a key, in [rows of entries](super::problem::Diagonals).
 #[derive(Debug, Clone, Copy)]
-pub struct RelativeBias<'a> {
+pub(super) struct TileRelativeBias<'a> {
     /// (B, H) rows of `len` contiguous biases. Sequences whose stride is 0 share them.
     pub rows: Strided<'a, f32, 2>,
-    /// The biases of a head.
     pub len: usize,
-    /// The entry of key 0 for each query, (B, T_q). Negative where the first keys have no entry.
     pub origins: &'a [i64],
 }
 
@@ -30,7 +24,7 @@ pub(super) struct GroupEntry {
     pub entry: usize,
 }
 
-impl RelativeBias<'_> {
+impl TileRelativeBias<'_> {
     /// Checks that the slices have the sizes of the call, and that there is an entry for every key that a query attends
     /// to. `ranges` are the keys of each query, (B, T_q).
     pub(super) fn check(&self, dims: &AttentionDims, ranges: &[Range<usize>]) -> Result<(), Error> {
@@ -80,9 +74,9 @@ impl RelativeBias<'_> {
 
 /// Biases in the order in which tiles of queries read them: for each key head from the last entry to the first, with
 /// the heads of a group next to each other. So the entries of one key and successive query rows are successive too.
-/// There are zeros before and after them. Sums of their gradients have the same order.
+/// There are zeros before and after them. GradientSums of their gradients have the same order.
 pub(super) struct RelativeBiasTable<'a> {
-    bias: RelativeBias<'a>,
+    bias: TileRelativeBias<'a>,
     group: usize,
     words: Scratch,
     /// B·H_kv, or H_kv where sequences share biases.
@@ -113,7 +107,7 @@ impl DiagonalRun {
 
 impl<'a> RelativeBiasTable<'a> {
     /// Copies the biases of a call; `None` if there is no memory for them.
-    pub fn new(bias: RelativeBias<'a>, dims: &AttentionDims) -> Option<Self> {
+    pub fn new(bias: TileRelativeBias<'a>, dims: &AttentionDims) -> Option<Self> {
         let group = dims.group();
         let heads = bias.sequences(dims) * dims.h_kv;
         let size = bias.len.checked_mul(group)?.checked_add(2 * MAX_LANES)?;

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use super::dropout_factors::DropoutFactors;
 use super::inputs::ScoreInputs;
-use super::options::{Alibi, ScoreUnits};
-use super::relative_bias::{RelativeBias, RelativeBiasTable};
+use super::options::{ScoreUnits, TileAlibi};
+use super::relative_bias::{RelativeBiasTable, TileRelativeBias};
 use super::tile::Tile;
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, SimdTask, Vector, tanh};
 use crate::number::{Strided, load_first, store_first};
@@ -29,7 +29,7 @@ pub(super) struct TileScores<'a> {
     /// Takes a dropout factor for each score, if weights are dropped.
     pub dropout: *mut f32,
     /// Takes the derivative of the softcap for each score, in a backward pass with a softcap.
-    pub cap_slopes: Option<*mut f32>,
+    pub cap_derivatives: Option<*mut f32>,
 }
 
 /// The entries of a tensor are added to the scores.
@@ -64,7 +64,7 @@ impl SimdTask for &TileScores<'_> {
             if options.modifies_scores() {
                 self.cap::<K::Vector>();
                 if let Some(softcap) = options.softcap
-                    && let Some(to) = self.cap_slopes
+                    && let Some(to) = self.cap_derivatives
                 {
                     self.derive_cap::<K::Vector>(softcap, to);
                 }
@@ -159,7 +159,7 @@ impl TileScores<'_> {
     /// # Safety
     /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn add_alibi<V: Vector>(&self, alibi: &Alibi) {
+    unsafe fn add_alibi<V: Vector>(&self, alibi: &TileAlibi) {
         let mut slopes = [0f32; MAX_COLUMNS];
         let mut positions = [0f32; MAX_COLUMNS];
         for column in self.tile.columns() {
@@ -203,7 +203,7 @@ impl TileScores<'_> {
     ///
     /// # Safety
     /// As [`SimdTask::run`].
-    unsafe fn add_relative_bias_of_rows(&self, bias: &RelativeBias) {
+    unsafe fn add_relative_bias_of_rows(&self, bias: &TileRelativeBias) {
         let dims = &self.inputs.dims;
         for (column, row) in self.tile.rows.clone().enumerate() {
             let row = dims.row(self.tile.kv, row);
@@ -249,8 +249,8 @@ impl TileScores<'_> {
                     V::select(is_before_end, V::select(is_before, masked, score), masked)
                 });
             }
-            if let Some(bool_mask) = &self.inputs.options.bool_mask {
-                self.combine::<V, u8, MASK>(bool_mask);
+            if let Some(boolean_mask) = &self.inputs.options.boolean_mask {
+                self.combine::<V, u8, MASK>(boolean_mask);
             }
         }
     }

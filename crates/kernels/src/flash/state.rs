@@ -5,7 +5,7 @@ use crate::cpu::Scratch;
 
 /// The state of the online softmax for a chunk of queries after some of the keys: for each panel the sums of weighted
 /// values (D_v, panel), the largest exponent and the sum of the weights (panel).
-pub(super) struct State {
+pub(super) struct SoftmaxState {
     words: Scratch,
     /// D_v, padded to whole transposed squares.
     rows: usize,
@@ -13,7 +13,7 @@ pub(super) struct State {
     pub panel: usize,
 }
 
-impl State {
+impl SoftmaxState {
     /// Allocates the state of some panels.
     pub fn new(panel: usize, d_v: PackedWidth, panels: usize) -> Self {
         let rows = d_v.row_squares;

@@ -4,15 +4,15 @@
 use std::ops::Range;
 
 use super::chain::Chain;
-use super::dims::{AttentionDims, KvHead};
 use super::epilogue::KeyPart;
 use super::inputs::ScoreInputs;
 use super::options::ScoreUnits;
 use super::packed_width::PackedWidth;
-use super::state::State;
+use super::state::SoftmaxState;
 use super::statistics::memory::StatisticsMemory;
 use super::tile::Tile;
 use crate::cpu::{Layout, Scratch, WorkSize, Workers, second_cache};
+use candle_attention_call::{AttentionDims, KvHead};
 
 /// Tasks for each thread, so that tasks of different lengths (causal masks) even out.
 const TASKS_PER_THREAD: usize = 4;
@@ -122,7 +122,7 @@ pub(super) struct AttentionWorkspace {
     pub d_v: PackedWidth,
     /// (panels, D, panel).
     pub queries: Scratch,
-    pub state: State,
+    pub state: SoftmaxState,
     /// (block, D).
     pub keys: Scratch,
     /// (D_v / rows, block, rows) for words of one element, (D_v, block / 2) for pairs.
@@ -152,7 +152,7 @@ impl AttentionWorkspace {
             d,
             d_v,
             queries: Scratch::zeros(panels * d.word_squares * panel),
-            state: State::new(panel, d_v, panels),
+            state: SoftmaxState::new(panel, d_v, panels),
             keys: Scratch::zeros(block * d.words),
             values: Scratch::zeros(d_v.column_words(layout)),
             scores: Scratch::zeros(block * panel),

@@ -13,7 +13,9 @@ mod shared_biases;
 mod sizes;
 mod statistics;
 
-use super::{AttentionDims, AttentionProblem, OutputLayout, ScoreOptions, Strided, attend_vec};
+use super::{
+    AttentionCall, AttentionDims, KeysOfQueries, OutputLayout, RequestedResults, ScoreModifiers, Strided, attend,
+};
 use crate::Element;
 use crate::cpu::InstructionSet;
 use crate::cpu::tests::numbers;
@@ -75,27 +77,31 @@ fn check_extreme_biases<E: Element + Into<f32>>(instruction_set: InstructionSet,
     let v: Vec<E> = (0..t_kv).map(|key| E::from_f32([1.0, 2.0, 4.0][key % 3])).collect();
     for (biases, weights, most) in cases {
         let bias: Vec<f32> = biases.repeat(repeats);
-        let problem = AttentionProblem {
+        let call = AttentionCall {
             dims: AttentionDims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d, d_v: 1 },
-            q: Strided { data: &q, strides: [0, d, d] },
+            q: Strided { data: &q, strides: [0, d, d] }.into(),
             k: Strided { data: &k, strides: [0, 0, d] }.into(),
             v: Strided { data: &v, strides: [0, 0, 1] }.into(),
-            ranges: &vec![0..t_kv; t_q],
-            scores: ScoreOptions { bias: Some(Strided { data: &bias, strides: [0, 0, 0, 1] }), ..Default::default() },
+            kv_scales: None,
+            keys: KeysOfQueries { ranges: &vec![0..t_kv; t_q], ..Default::default() },
+            scores: ScoreModifiers {
+                bias: Some(Strided { data: &bias, strides: [0, 0, 0, 1] }.into()),
+                ..Default::default()
+            },
             output_layout: OutputLayout::Bhtd,
         };
-        let mut lse = Vec::new();
-        let output = attend_vec(&problem, instruction_set, Some(&mut lse), None).expect("a few rows");
+        let wanted = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
+        let found = attend::<E>(&call, instruction_set, wanted).expect("a few rows");
         let expected_output = weights[0] + 2.0 * weights[1] + 4.0 * weights[2];
         let what = format!("{instruction_set}, {t_q} queries, {t_kv} keys, biases {biases:?}");
-        for got in output {
+        for got in found.output {
             let got: f32 = got.into();
             assert!((got - expected_output).abs() < 2e-2, "{what}: {got}, expected {expected_output}");
         }
         // The score of 0.5 and the logarithm of the number of keys change the sum only if biases are small.
         let keys = (repeats * weights.iter().filter(|&&weight| weight > 0.0).count()) as f32;
         let expected_lse = most + if most == 0.0 { 0.5 + keys.ln() } else { 0.0 };
-        for got in lse {
+        for got in found.log_sum_exp.expect("requested") {
             assert!(
                 (got - expected_lse).abs() <= 3e-7 * expected_lse.abs(),
                 "{what}: log-sum-exp {got:e}, expected {expected_lse:e}"

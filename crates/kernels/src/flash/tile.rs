@@ -3,14 +3,14 @@
 
 use std::ops::Range;
 
-use super::dims::KvHead;
 use super::inputs::ScoreInputs;
 use crate::cpu::{Layout, MAX_COLUMNS};
+use candle_attention_call::KvHead;
 
 /// The queries of one panel.
 pub(super) struct Tile {
     pub kv: KvHead,
-    /// Rows of the key head, as [`AttentionDims::rows`](super::dims::AttentionDims::rows) counts them.
+    /// Rows of the key head, as [`AttentionDims::rows`](candle_attention_call::AttentionDims::rows) counts them.
     pub rows: Range<usize>,
     /// The columns of the panel.
     pub panel: usize,
@@ -53,7 +53,7 @@ pub(super) struct Overlap {
     pub depth: usize,
     /// Whether some key is masked for some query.
     pub is_masked: bool,
-    pub parts: Parts,
+    pub parts: TileParts,
 }
 
 /// The start of a search for the least and the largest key.
@@ -65,22 +65,22 @@ const MAX_PARTS: usize = 2 * MAX_VECTORS + 1;
 
 /// Some keys, and the vectors of a tile in which some query attends to one of them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct TilePart {
     pub keys: Range<usize>,
     pub vectors: Range<usize>,
 }
 
 /// Some parts, from the first key to the last.
-pub(super) struct Parts {
-    parts: [Part; MAX_PARTS],
+pub(super) struct TileParts {
+    parts: [TilePart; MAX_PARTS],
     count: usize,
 }
 
-impl Parts {
-    const NONE: Self = Self { parts: [const { Part { keys: 0..0, vectors: 0..0 } }; MAX_PARTS], count: 0 };
+impl TileParts {
+    const NONE: Self = Self { parts: [const { TilePart { keys: 0..0, vectors: 0..0 } }; MAX_PARTS], count: 0 };
 
     /// Appends a part, or extends the last part if the new one continues it.
-    fn push(&mut self, part: Part) {
+    fn push(&mut self, part: TilePart) {
         match self.parts[..self.count].last_mut() {
             Some(last) if last.vectors == part.vectors && last.keys.end == part.keys.start => {
                 last.keys.end = part.keys.end;
@@ -93,7 +93,7 @@ impl Parts {
     }
 
     /// Iterates over the parts.
-    pub fn iter(&self) -> impl Iterator<Item = &Part> {
+    pub fn iter(&self) -> impl Iterator<Item = &TilePart> {
         self.parts[..self.count].iter()
     }
 }
@@ -160,10 +160,10 @@ impl Tile {
     /// Splits keys where the vectors that attend to some of them change, in multiples of `step` from the first: along
     /// the edge of a mask, products over a part of the panel are enough. Keys that no vector attends to are
     /// left out.
-    pub fn parts(&self, keys: Range<usize>, step: usize) -> Parts {
-        let mut parts = Parts::NONE;
+    pub fn parts(&self, keys: Range<usize>, step: usize) -> TileParts {
+        let mut parts = TileParts::NONE;
         if self.attends_to_all(&keys) {
-            parts.push(Part { keys, vectors: 0..self.vectors });
+            parts.push(TilePart { keys, vectors: 0..self.vectors });
             return parts;
         }
         let bounded = |key: usize| (keys.start + key).min(keys.end);
@@ -177,7 +177,7 @@ impl Tile {
         for edge in edges.windows(2).filter(|edge| edge[0] < edge[1]) {
             let between = edge[0]..edge[1];
             if let Some(vectors) = self.vectors_of(&between) {
-                parts.push(Part { keys: between, vectors });
+                parts.push(TilePart { keys: between, vectors });
             }
         }
         parts
@@ -220,7 +220,7 @@ impl Tile {
         let depth = keys.len().div_ceil(layout.elements).next_multiple_of(layout.depth);
         // A product over these keys reads `depth` words of them; words past the end have weights of zero.
         let read = (keys.start + depth * layout.elements).min(block.end);
-        let is_masked = !self.attends_to_all(&(keys.start..read)) || inputs.options.bool_mask.is_some();
+        let is_masked = !self.attends_to_all(&(keys.start..read)) || inputs.options.boolean_mask.is_some();
         let parts = self.parts(keys.clone(), step);
         Some(Overlap { block_start: block.start, keys, depth, is_masked, parts })
     }
@@ -263,12 +263,12 @@ mod tests {
         }
     }
 
-    fn parts(ranges: &[Range<usize>], keys: Range<usize>) -> Vec<Part> {
+    fn parts(ranges: &[Range<usize>], keys: Range<usize>) -> Vec<TilePart> {
         tile(ranges).parts(keys, 8).iter().cloned().collect()
     }
 
-    fn part(keys: Range<usize>, vectors: Range<usize>) -> Part {
-        Part { keys, vectors }
+    fn part(keys: Range<usize>, vectors: Range<usize>) -> TilePart {
+        TilePart { keys, vectors }
     }
 
     #[test]

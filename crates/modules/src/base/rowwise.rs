@@ -4,11 +4,11 @@
 use std::ops::Deref;
 use std::sync::OnceLock;
 
-use candle_core::{D, Device, Layout, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, D, Device, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use candle_attention_kernels::flash::Strided;
+use candle_attention_kernels::flash::{Numbers, Strided, View};
 use candle_attention_kernels::{self as kernels, Workers, for_each_chunk};
 
 /// The smallest number of elements for which a separate task pays.
@@ -305,6 +305,44 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
         let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };
         // An empty view may begin anywhere.
         Ok(Strided { data: &data[layout.start_offset().min(data.len())..], strides: std::array::from_fn(stride) })
+    }
+
+    /// Returns a tensor (B, H, T, D), (B, H, D) or (D,) as the attention kernels read it. A dimension of size 1 is
+    /// broadcast.
+    ///
+    /// # Errors
+    /// For a list that is not contiguous, and for another rank, dtype or device.
+    pub fn view(&self) -> Result<View<'_>> {
+        let numbers = match &*self.storage {
+            Storage::Cpu(CpuStorage::F32(numbers)) => Numbers::F32(self.from_start(numbers)?),
+            Storage::Cpu(CpuStorage::BF16(numbers)) => Numbers::BF16(self.from_start(numbers)?),
+            Storage::Cpu(CpuStorage::F16(numbers)) => Numbers::F16(self.from_start(numbers)?),
+            Storage::Cpu(CpuStorage::U8(numbers)) => Numbers::U8(self.from_start(numbers)?),
+            Storage::Cpu(_) => bail!("expected a tensor in F32, BF16, F16 or U8, found {:?}", self.storage.dtype()),
+            _ => bail!("expected a tensor on the CPU, found one on {:?}", self.storage.device().location()),
+        };
+        let layout = self.layout;
+        if layout.shape().elem_count() == 0 {
+            // An empty view may have any strides.
+            return Ok(View { numbers, strides: [0, 0, 0, 1] });
+        }
+        let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };
+        let strides = match layout.dims().len() {
+            4 => std::array::from_fn(stride),
+            3 => [stride(0), stride(1), 0, stride(2)],
+            1 => [0, 0, 0, stride(0)],
+            _ => bail!("expected a tensor of four, three or one dimensions, found {:?}", layout.dims()),
+        };
+        Ok(View { numbers, strides })
+    }
+
+    /// Returns the numbers from the first of the tensor on; of a list, its own numbers alone.
+    fn from_start<'s, E: WithDType>(&'s self, numbers: &'s [E]) -> Result<&'s [E]> {
+        if self.layout.dims().len() == 1 {
+            return self.contiguous();
+        }
+        // An empty view may begin anywhere.
+        Ok(&numbers[self.layout.start_offset().min(numbers.len())..])
     }
 
     /// Returns the rows of a tensor of one to four dimensions, the last of which is contiguous.

@@ -19,10 +19,8 @@ use super::whole_mask::MaskedCall;
 use crate::cache::{KvFloats, NewTokens};
 use crate::mask::AttentionMask;
 use crate::position::{RotaryEmbedding, Rotation};
-use crate::sdpa::{
-    AttentionOutput, AttentionStatistics, FunctionKeys, OutputOnly, OwnKeys, Plan, Request, StatisticsOptions,
-    WithStatistics, WithWeights,
-};
+use crate::sdpa::{Attended, AttentionOutput, AttentionStatistics, FunctionKeys, OwnKeys, Plan, StatisticsOptions};
+use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::{
     HeadCounts, HeadShard, Heads, ParameterReader, Share, WholeTensors, is_addressable, part, reshape_linked,
     transpose_linked,
@@ -300,7 +298,7 @@ impl MultiHeadLatentAttention {
     /// For an input whose shape, dtype or device does not fit the layer, inputs of keys and values, a mask that does
     /// not fit, and a cache that cannot store the call's rows.
     pub fn forward_with<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
-        self.run(input.into(), OutputOnly)
+        Ok(self.run(input.into(), RequestedResults::default())?.output)
     }
 
     /// Computes [`forward_with`](Self::forward_with), and returns the weights (B, H, T_q, T_kv) after dropout too; (H,
@@ -309,7 +307,8 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn forward_with_weights<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
-        let AttentionOutput { output, weights } = self.run(input.into(), WithWeights)?;
+        let wanted = RequestedResults { weights: true, ..RequestedResults::default() };
+        let AttentionOutput { output, weights } = self.run(input.into(), wanted)?.output_and_weights()?;
         Ok(LayerOutput { output, weights })
     }
 
@@ -323,7 +322,8 @@ impl MultiHeadLatentAttention {
         input: impl Into<AttentionInput<'a>>,
         wanted: &StatisticsOptions,
     ) -> Result<(Tensor, AttentionStatistics)> {
-        self.run(input.into(), WithStatistics(wanted))
+        let results = RequestedResults { statistics: Some(wanted.requested()), ..RequestedResults::default() };
+        self.run(input.into(), results)?.output_and_statistics()
     }
 
     /// Returns the backend that [`forward_with`](Self::forward_with) would use for an input, and the reason. The cache
@@ -335,8 +335,8 @@ impl MultiHeadLatentAttention {
         self.prepare(input, None)?.plan()
     }
 
-    fn run<'a, R: Request>(&'a self, input: AttentionInput<'a>, request: R) -> Result<R::Result> {
-        self.prepare(&input, None)?.finish(input.cache, request)
+    fn run<'a>(&'a self, input: AttentionInput<'a>, wanted: RequestedResults) -> Result<Attended> {
+        self.prepare(&input, None)?.finish(input.cache, wanted)
     }
 
     /// Validates and projects an input: everything that comes before attention. With a cache, `absorbs` says whether

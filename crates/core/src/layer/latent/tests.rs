@@ -13,7 +13,8 @@ use crate::cache::{AttentionCache, AttentionCacheConfig};
 use crate::layer::AttentionInput;
 use crate::mask::AttentionMask;
 use crate::position::{RopeConfig, RopeStyle};
-use crate::sdpa::{Backend, OutputOnly, WithWeights};
+use crate::sdpa::Backend;
+use candle_attention_call::RequestedResults;
 
 const CPU: Device = Device::Cpu;
 
@@ -127,10 +128,11 @@ fn check(case: &Case) -> Result<()> {
         for (absorbs, cache) in [false, true].into_iter().zip(&mut caches) {
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(&mut *cache).with_starts(&starts).with_valid_lens(&ends);
-            let with_weights = { layer.prepare(&input, Some(absorbs))?.attend(WithWeights)?.weights };
+            let wanted = RequestedResults { weights: true, ..RequestedResults::default() };
+            let with_weights = layer.prepare(&input, Some(absorbs))?.attend(wanted)?.output_and_weights()?.weights;
             let again = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let again = again.with_cache(cache).with_starts(&starts).with_valid_lens(&ends);
-            let ys = layer.prepare(&again, Some(absorbs))?.finish(again.cache, OutputOnly)?;
+            let ys = layer.prepare(&again, Some(absorbs))?.finish(again.cache, RequestedResults::default())?.output;
             outputs.push((ys, with_weights));
         }
         let [(expanded, expanded_weights), (absorbed, absorbed_weights)] = &outputs[..] else { unreachable!() };
@@ -166,7 +168,7 @@ fn both_forms_give_the_same_gradients() -> Result<()> {
     for absorbs in [false, true] {
         let mut cache = AttentionCache::default();
         let input = AttentionInput::new(&xs).with_cache(&mut cache);
-        let ys = layer.prepare(&input, Some(absorbs))?.finish(input.cache, OutputOnly)?;
+        let ys = layer.prepare(&input, Some(absorbs))?.finish(input.cache, RequestedResults::default())?.output;
         let gradient = ys.sqr()?.sum_all()?.backward()?.get(q_proj).expect("a variable").clone();
         found.push([ys, gradient]);
     }
@@ -194,7 +196,7 @@ fn the_fused_kernel_attends_to_latents_of_full_width() -> Result<()> {
                 let input = AttentionInput::new(&xs).with_backend(backend).with_cache(cache);
                 let call = layer.prepare(&input, Some(absorbs))?;
                 assert_eq!(call.q.dims(), [2, 2, t, if absorbs { 576 } else { 72 }]);
-                outputs.push(call.finish(input.cache, OutputOnly)?);
+                outputs.push(call.finish(input.cache, RequestedResults::default())?.output);
             }
             let difference = difference(&outputs[0], &outputs[1])?;
             assert!(difference <= if dtype == DType::F32 { 1e-5 } else { 4e-2 }, "{dtype:?}: off by {difference:e}");

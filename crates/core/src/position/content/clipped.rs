@@ -2,7 +2,7 @@
 
 use candle_core::Result;
 
-use super::super::{CallContext, ScoreArguments, ScoreModifier};
+use super::super::{CallContext, ScoreArguments, ScoreTerm};
 use super::call::{projected_keys, wide};
 use super::distances::{ContentScores, DistanceVectors, LatestVectors, by_head, descending, rows_of};
 use super::specs::{LayerSpecs, normal};
@@ -28,7 +28,7 @@ pub(super) fn specs(left: usize, right: usize, layer: &LayerSpecs) -> Vec<Parame
     vec![layer.shared(TABLE, &[left + right + 1, layer.head_dim], normal(1.0))]
 }
 
-impl ScoreModifier for Clipped {
+impl ScoreTerm for Clipped {
     fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         projected_keys(kv, call)?;
         if arguments.q.elem_count() == 0 {

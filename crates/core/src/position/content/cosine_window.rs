@@ -3,7 +3,7 @@
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Init, ops};
 
-use super::super::{CallContext, ScoreArguments, ScoreModifier};
+use super::super::{CallContext, ScoreArguments, ScoreTerm};
 use super::OP;
 use super::call::{Image, projected_keys, wide};
 use super::specs::LayerSpecs;
@@ -46,7 +46,7 @@ pub(super) fn specs(layer: &LayerSpecs) -> Vec<ParameterSpec> {
     ]
 }
 
-impl ScoreModifier for CosineWindow {
+impl ScoreTerm for CosineWindow {
     fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         let kv = projected_keys(kv, call)?;
         self.image.check("window", &arguments.q)?;

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use super::super::{CallContext, ScoreArguments, ScoreModifier};
+use super::super::{CallContext, ScoreArguments, ScoreTerm};
 use super::OP;
 use super::call::projected_keys;
 use super::distances::{ContentScores, DistanceVectors, LatestVectors, by_head, descending, rows_of};
@@ -193,7 +193,7 @@ pub(super) fn specs(config: &DisentangledConfig, layer: &LayerSpecs) -> Vec<Para
     specs
 }
 
-impl ScoreModifier for Disentangled {
+impl ScoreTerm for Disentangled {
     fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         projected_keys(kv, call)?;
         if arguments.q.elem_count() == 0 {

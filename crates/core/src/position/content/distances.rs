@@ -8,7 +8,8 @@ use candle_core::{D, Result, Tensor};
 use super::super::{Latest, latest};
 use super::OP;
 use crate::mask::AttentionMask;
-use crate::sdpa::{OwnKeys, Plan, Request, SdpaOptions};
+use crate::sdpa::{Attended, OwnKeys, Plan, SdpaOptions};
+use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::{accumulation_dtype, check_memory, matmul_by_head};
 use candle_attention_modules::linear::KeysAndValues;
 
@@ -118,18 +119,27 @@ struct HeadsCall {
 impl KeysByHeads {
     /// Attends from queries (B, H, T, D): some heads at a time for the output alone, and all heads at once for other
     /// results.
-    pub fn attend<R: Request>(
+    pub fn attend(
         &self,
         q: &Tensor,
         mask: &AttentionMask,
         options: &SdpaOptions,
-        request: R,
-    ) -> Result<R::Result> {
+        wanted: RequestedResults,
+    ) -> Result<Attended> {
         let h_kv = self.kv.keys.dim(1)?;
-        request.run_by_key_heads(h_kv, self.step(q, options)?, |key_heads| {
+        let of_key_heads = |key_heads| {
             let call = self.call_of_key_heads(key_heads, q, mask, options)?;
-            call.keys.attend(&call.q, &call.mask, &call.options, request)
-        })
+            call.keys.attend(&call.q, &call.mask, &call.options, wanted)
+        };
+        if wanted != RequestedResults::default() {
+            return of_key_heads(0..h_kv);
+        }
+        let step = self.step(q, options)?;
+        let mut outputs = Vec::new();
+        for start in (0..h_kv).step_by(step) {
+            outputs.push(of_key_heads(start..h_kv.min(start + step))?.output.transpose(1, 2)?);
+        }
+        Ok(Tensor::cat(&outputs, 2)?.contiguous()?.transpose(1, 2)?.into())
     }
 
     /// Returns the path of the first heads, which is that of all heads.

@@ -3,7 +3,7 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::super::{CallContext, ScoreArguments, ScoreModifier};
+use super::super::{CallContext, ScoreArguments, ScoreTerm};
 use super::OP;
 use super::call::{Image, projected_keys, wide};
 use super::distances::rows_of;
@@ -48,7 +48,7 @@ pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
     ]
 }
 
-impl ScoreModifier for Grid {
+impl ScoreTerm for Grid {
     fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         let kv = projected_keys(kv, call)?;
         self.image.check("grid", &arguments.q)?;

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
-use super::SharedModifier;
+use super::SharedTerm;
 use call::Image;
 use candle_attention_modules::base::{ParameterList, ParameterSpec, number};
 use clipped::Clipped;
@@ -172,7 +172,7 @@ impl ContentPositions {
 
     /// Returns the score modifier of a layer with these parameters. `embeddings` are the vectors of distances that the
     /// layers of a stack share.
-    pub(crate) fn modifier(&self, parameters: ParameterList, embeddings: Option<RelativeEmbeddings>) -> SharedModifier {
+    pub(crate) fn modifier(&self, parameters: ParameterList, embeddings: Option<RelativeEmbeddings>) -> SharedTerm {
         let bias = WindowBias::default();
         let vectors = LatestVectors::default();
         match *self {

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result, Tensor};
 
-use super::super::{CallContext, ScoreArguments, ScoreModifier};
+use super::super::{CallContext, ScoreArguments, ScoreTerm};
 use super::OP;
 use super::call::{projected_keys, wide};
 use super::distances::{ContentScores, DistanceVectors, LatestVectors, by_head, descending};
@@ -48,7 +48,7 @@ pub(super) fn specs(layer: &LayerSpecs) -> Vec<ParameterSpec> {
     ]
 }
 
-impl ScoreModifier for TransformerXl {
+impl ScoreTerm for TransformerXl {
     fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         let dtype = projected_keys(kv, call)?.keys.dtype();
         if arguments.q.elem_count() == 0 {

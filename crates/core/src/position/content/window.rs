@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::super::{CallContext, Latest, ScoreArguments, ScoreModifier, gathered, latest};
+use super::super::{CallContext, Latest, ScoreArguments, ScoreTerm, gathered, latest};
 use super::OP;
 use super::call::{Image, projected_keys};
 use super::specs::{LayerSpecs, normal};
@@ -27,7 +27,7 @@ pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
     vec![layer.shared(TABLE, &[places, layer.num_heads], normal(0.02)).by_head(Heads::Query, 1)]
 }
 
-impl ScoreModifier for Window {
+impl ScoreTerm for Window {
     fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         projected_keys(kv, call)?;
         self.image.check("window", &arguments.q)?;

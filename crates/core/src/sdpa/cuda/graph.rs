@@ -2,68 +2,57 @@
 
 use std::sync::Arc;
 
-use candle_attention_cuda::{
-    AttentionCall, BackwardInputs, ForwardOutput, Gradients, OutputLayout, RequestedGradients, RequestedResults,
-};
+use candle_attention_call::{AttentionCall, OutputLayout, PerInput, RequestedGradients, RequestedResults};
+use candle_attention_cuda::{BackwardInputs, ForwardOutput};
 use candle_core::op::BackpropOp;
 use candle_core::{Error, Result, Shape, Storage, Tensor};
 
-use super::super::call::{Qkv, swapped_for};
-use super::super::score_tensors::{ByInput, is_tracked};
-use super::CudaCall;
+use super::super::call::{is_tracked, swapped_for};
+use super::super::results::Attended;
+use super::CudaPath;
 use candle_attention_modules::base::rowwise::with_contiguous_rows;
 use candle_attention_modules::base::{is_linked, record, record_two};
 
 const NAME: &str = "flash-attention";
 
-/// Runs the kernels and returns the output as it is stored, with gradients for the inputs that are tracked.
-pub(super) fn output(cuda_call: CudaCall) -> Result<Tensor> {
-    cuda_call.prepare_backward()?;
-    let requested = RequestedResults { log_sum_exp: false, statistics: cuda_call.tracks_gradients() };
-    let forward = cuda_call.attention.forward(requested)?;
-    let ForwardOutput { output, output_shape, statistics, statistics_shape, .. } = forward;
-    let statistics = statistics.map(|storage| untracked(storage, statistics_shape));
-    let cuda_call = Arc::new(cuda_call);
-    let shared = cuda_call.clone();
-    let backward = move |stored: &Tensor, gradient: &Tensor| {
-        let statistics = statistics.as_ref().ok_or_else(|| missing("statistics"))?;
-        Ok(shared.gradients(stored, statistics, gradient, None)?.in_order().into())
+/// Runs the kernels and returns the output as it is stored, and the log-sum-exp if it is requested, with gradients for
+/// the inputs that are tracked.
+pub(super) fn attend(cuda_path: CudaPath, wanted: RequestedResults) -> Result<Attended> {
+    cuda_path.prepare_backward()?;
+    let with_softmax_stats = RequestedResults { softmax_stats: cuda_path.tracks_gradients(), ..wanted };
+    let ForwardOutput { output, output_shape, log_sum_exp, log_sum_exp_shape, softmax_stats, softmax_stats_shape } =
+        cuda_path.attention.forward(with_softmax_stats)?;
+    let softmax_stats = softmax_stats.map(|storage| untracked(storage, softmax_stats_shape));
+    let cuda_path = Arc::new(cuda_path);
+    let shared = cuda_path.clone();
+    let Some(lse) = log_sum_exp else {
+        let backward = move |stored: &Tensor, gradient: &Tensor| {
+            let stats = softmax_stats.as_ref().ok_or_else(no_softmax_stats)?;
+            Ok(shared.gradients(stored, stats, gradient, None)?.in_order().into())
+        };
+        return Ok(record(NAME, &cuda_path.inputs().in_order(), output, output_shape, backward)?.into());
     };
-    record(NAME, &cuda_call.inputs().in_order(), output, output_shape, backward)
-}
-
-/// Runs the kernels and returns the output as it is stored, and the log-sum-exp, as [`output`] does.
-pub(super) fn output_and_lse(cuda_call: CudaCall) -> Result<(Tensor, Tensor)> {
-    cuda_call.prepare_backward()?;
-    let requested = RequestedResults { log_sum_exp: true, statistics: cuda_call.tracks_gradients() };
-    let forward = cuda_call.attention.forward(requested)?;
-    let ForwardOutput { output, output_shape, log_sum_exp, log_sum_exp_shape, statistics, statistics_shape } = forward;
-    let lse = log_sum_exp.ok_or_else(|| missing("log-sum-exp"))?;
-    let statistics = statistics.map(|storage| untracked(storage, statistics_shape));
-    let cuda_call = Arc::new(cuda_call);
-    let shared = cuda_call.clone();
     let backward = move |stored: &Tensor, gradient: &Tensor, lse_gradient: Option<Tensor>| {
-        let statistics = statistics.as_ref().ok_or_else(|| missing("statistics"))?;
-        Ok(shared.gradients(stored, statistics, gradient, lse_gradient)?.in_order().into())
+        let stats = softmax_stats.as_ref().ok_or_else(no_softmax_stats)?;
+        Ok(shared.gradients(stored, stats, gradient, lse_gradient)?.in_order().into())
     };
     let shapes = [output_shape, log_sum_exp_shape];
-    let [output, lse] = record_two(NAME, &cuda_call.inputs().in_order(), shapes, output, lse, backward)?;
-    Ok((output, lse))
+    let [output, lse] = record_two(NAME, &cuda_path.inputs().in_order(), shapes, output, lse, backward)?;
+    Ok(Attended { log_sum_exp: Some(lse), ..output.into() })
 }
 
 fn untracked(storage: Storage, shape: Shape) -> Tensor {
     Tensor::from_storage(storage, shape, BackpropOp::none(), false)
 }
 
-fn missing(result: &str) -> Error {
-    Error::msg(format!("[{NAME}] expected a forward pass with its {result}, found none"))
+fn no_softmax_stats() -> Error {
+    Error::msg(format!("[{NAME}] expected a forward pass with the statistics of its softmax, found none"))
 }
 
-impl CudaCall {
+impl CudaPath {
     /// Returns the tensors that gradients flow into.
-    fn inputs(&self) -> ByInput<Option<&Tensor>> {
-        let AttentionCall { q, k, v, .. } = &self.attention;
-        self.score_tensors.with_qkv(Qkv { q, k, v })
+    fn inputs(&self) -> PerInput<Option<&Tensor>> {
+        self.attention.call().differentiable()
     }
 
     /// Returns whether an input is tracked for gradients.
@@ -81,23 +70,13 @@ impl CudaCall {
 
     /// Returns which gradients a backward pass computes.
     pub(super) fn requested_gradients(&self) -> RequestedGradients {
-        let inputs = self.inputs();
-        RequestedGradients {
-            layout: self.gradient_layout(),
-            q: is_tracked(inputs.q),
-            k: is_tracked(inputs.k),
-            v: is_tracked(inputs.v),
-            bias: is_tracked(inputs.bias),
-            relative_bias: is_tracked(inputs.relative_bias),
-            slopes: is_tracked(inputs.slopes),
-            sinks: is_tracked(inputs.sinks),
-        }
+        RequestedGradients { layout: self.gradient_layout(), of: self.inputs().map(is_tracked) }
     }
 
     /// Returns the order in memory of the gradients of q, k and v. If they go to results of which q, k and v are views,
     /// they are contiguous once the views are undone.
     fn gradient_layout(&self) -> OutputLayout {
-        let AttentionCall { q, k, v, .. } = &self.attention;
+        let AttentionCall { q, k, v, .. } = self.attention.call();
         let strides = q.stride();
         let all_are_linked = [q, k, v].into_iter().all(|heads| !heads.track_op() || is_linked(heads));
         if all_are_linked && strides[2] > strides[1] { OutputLayout::Bthd } else { OutputLayout::Bhtd }
@@ -107,12 +86,12 @@ impl CudaCall {
     fn gradients(
         &self,
         output: &Tensor,
-        statistics: &Tensor,
+        softmax_stats: &Tensor,
         output_gradient: &Tensor,
         lse_gradient: Option<Tensor>,
-    ) -> Result<ByInput<Option<Tensor>>> {
+    ) -> Result<PerInput<Option<Tensor>>> {
         // (B, H, T_q, D_v) in any layout.
-        let output_gradient = swapped_for(self.output_layout, output_gradient.clone())?;
+        let output_gradient = swapped_for(self.attention.call().output_layout, output_gradient.clone())?;
         let output_gradient = with_contiguous_rows(&output_gradient)?;
         let lse_gradient = match lse_gradient {
             Some(gradient) => Some(gradient.contiguous()?),
@@ -120,12 +99,10 @@ impl CudaCall {
         };
         let backward = BackwardInputs {
             output,
-            statistics,
+            softmax_stats,
             output_gradient: &output_gradient,
             log_sum_exp_gradient: lse_gradient.as_ref(),
         };
-        let found = self.attention.backward(&backward, self.requested_gradients())?;
-        let Gradients { q, k, v, bias, relative_bias, slopes, sinks } = found;
-        Ok(ByInput { q, k, v, bias, relative_bias, slopes, sinks })
+        self.attention.backward(&backward, self.requested_gradients())
     }
 }

@@ -11,12 +11,13 @@ mod tests;
 use std::fmt;
 use std::ops::Range;
 
+use candle_attention_call::{AttentionCall, AttentionDims as Dims, RequestedResults, ScoreModifiers};
 use candle_core::{DType, Result, Tensor};
 
-use super::call::{Call, Dims, Qkv};
+use super::call::{Call, Qkv};
 use super::first_line;
+use super::options::SdpaOptions;
 use super::reference;
-use super::result::ResultKind;
 use crate::mask::AttentionMask;
 
 /// The name of the operation, for plans and errors.
@@ -48,7 +49,7 @@ pub(crate) struct MetalCall {
 }
 
 /// The inputs of the operation.
-struct Inputs {
+struct MetalInputs {
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -67,13 +68,13 @@ impl fmt::Display for MetalCall {
 
 impl MetalCall {
     /// Returns the call for the operation, or the reason why the operation does not support it.
-    pub fn plan(call: &Call, kind: ResultKind) -> Supported<Self> {
-        check(call, kind).map_err(|reason| format!("{NAME} {reason}"))?;
+    pub fn plan(call: &Call, wanted: RequestedResults) -> Supported<Self> {
+        check(call, wanted).map_err(|reason| format!("{NAME} {reason}"))?;
         let rows = call.rows().map_err(|error| first_line(&error))?;
         if rows.keys.iter().all(Range::is_empty) {
             return Err("no query attends to a key".into());
         }
-        Self::of_mask(&rows.keys, call.dims.t_q).map_err(|reason| format!("{NAME} {reason}"))
+        Self::of_mask(&rows.keys, call.attention.dims.t_q).map_err(|reason| format!("{NAME} {reason}"))
     }
 
     /// Returns the call for the ranges of keys of all queries, `t_q` of each sequence.
@@ -107,60 +108,80 @@ impl MetalCall {
     }
 
     /// Returns the output by a function that takes the inputs of the operation.
-    fn output_by(&self, call: &Call, run: impl Fn(&Inputs) -> Result<Tensor>) -> Result<Tensor> {
+    fn output_by(&self, call: &Call, run: impl Fn(&MetalInputs) -> Result<Tensor>) -> Result<Tensor> {
         let Self { keys, is_causal, rest } = self;
-        let t_q = call.dims.t_q;
+        let t_q = call.attention.dims.t_q;
         let of_keys = |xs: &Tensor| readable(&xs.narrow(2, keys.start, keys.len() - rest)?, t_q == 1);
-        let output = run(&Inputs {
-            q: readable(&call.q.narrow(2, 0, t_q - rest)?, false)?,
-            k: of_keys(&call.k)?,
-            v: of_keys(&call.v)?,
+        let output = run(&MetalInputs {
+            q: readable(&call.attention.q.narrow(2, 0, t_q - rest)?, false)?,
+            k: of_keys(&call.attention.k)?,
+            v: of_keys(&call.attention.v)?,
             is_causal: *is_causal,
-            scale: call.scale() as f32,
+            scale: call.attention.scores.scale as f32,
         })?;
         if *rest == 0 {
             return call.in_output_layout(output);
         }
         let narrowed = |xs: &Tensor| xs.narrow(2, keys.start, keys.len());
-        let (q, k, v) = (call.q.narrow(2, t_q - rest, *rest)?, narrowed(&call.k)?, narrowed(&call.v)?);
+        let q = call.attention.q.narrow(2, t_q - rest, *rest)?;
+        let k = narrowed(&call.attention.k)?;
+        let v = narrowed(&call.attention.v)?;
         let qkv = Qkv { q: &q, k: &k, v: &v };
-        let last = Call::new(call.op, qkv, None, &AttentionMask::causal(), &call.options)?;
-        call.in_output_layout(Tensor::cat(&[output, reference::output(&last)?], 2)?)
+        // The operation supports no other option.
+        let options = SdpaOptions::default().with_scale(call.attention.scores.scale);
+        let last = Call::new(call.op, qkv, None, &AttentionMask::causal(), &options)?;
+        call.in_output_layout(Tensor::cat(&[output, reference::attend(&last, RequestedResults::default())?.output], 2)?)
     }
 }
 
 /// Checks everything but the mask.
-fn check(call: &Call, kind: ResultKind) -> Supported<()> {
-    let (Dims { t_q, d, d_v, .. }, options, scale) = (call.dims, &call.options, call.scale());
-    if !DTYPES.contains(&call.q.dtype()) {
-        return Err(format!("computes in {DTYPES:?}, and the inputs are {:?}", call.q.dtype()));
+fn check(call: &Call, wanted: RequestedResults) -> Supported<()> {
+    let AttentionCall { dims, q, scores, .. } = &call.attention;
+    let Dims { t_q, d, d_v, .. } = *dims;
+    let &ScoreModifiers {
+        scale,
+        softcap,
+        ref alibi_slopes,
+        ref relative_bias,
+        ref bias,
+        ref boolean_mask,
+        ref sinks,
+        dropout: _,
+    } = scores;
+    if !DTYPES.contains(&q.dtype()) {
+        return Err(format!("computes in {DTYPES:?}, and the inputs are {:?}", q.dtype()));
     }
     if call.tracks_gradients() {
         return Err("has no gradients, and an input is tracked for them".into());
     }
-    match kind {
-        ResultKind::Output => {}
-        ResultKind::Weights => return Err("has no weights".into()),
-        ResultKind::LogSumExp => return Err("has no log-sum-exp".into()),
-        ResultKind::Statistics => return Err("has no statistics of weights".into()),
+    if wanted.weights {
+        return Err("has no weights".into());
     }
-    if let Some(option) = options.tensors().next() {
-        return Err(format!("has no {}", option.name));
+    if wanted.log_sum_exp {
+        return Err("has no log-sum-exp".into());
+    }
+    if wanted.statistics.is_some() {
+        return Err("has no statistics of weights".into());
+    }
+    for (name, tensor) in [("sinks", sinks), ("relative bias", relative_bias), ("ALiBi", alibi_slopes)] {
+        if tensor.is_some() {
+            return Err(format!("has no {name}"));
+        }
     }
     // It has a softcap for one query alone, and reads 1.0 as no softcap.
-    if options.softcap.is_some() {
+    if softcap.is_some() {
         return Err("has no softcap for several queries".into());
     }
-    if options.drops() {
+    if call.dropout.is_some() {
         return Err("has no dropout".into());
     }
-    if call.sequences.is_some() {
+    if call.sequences().is_some() {
         return Err("has no packed sequences".into());
     }
-    if call.bool_mask.is_some() {
+    if boolean_mask.is_some() {
         return Err("has no boolean mask".into());
     }
-    if call.bias.is_some() {
+    if bias.is_some() {
         return Err("has no bias tensor".into());
     }
     if d_v != d {
@@ -178,8 +199,8 @@ fn check(call: &Call, kind: ResultKind) -> Supported<()> {
 }
 
 /// Runs the operation. The output is contiguous, (B, H, T_q, D).
-fn sdpa(inputs: &Inputs) -> Result<Tensor> {
-    let Inputs { q, k, v, is_causal, scale } = inputs;
+fn sdpa(inputs: &MetalInputs) -> Result<Tensor> {
+    let MetalInputs { q, k, v, is_causal, scale } = inputs;
     candle_nn::ops::sdpa(q, k, v, None, *is_causal, *scale, 1.0)
 }
 

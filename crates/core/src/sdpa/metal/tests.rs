@@ -4,7 +4,7 @@
 use candle_core::Device;
 
 use super::*;
-use crate::sdpa::options::{OutputLayout, SdpaOptions};
+use crate::sdpa::options::OutputLayout;
 use crate::sdpa::packed::PackedSequences;
 
 fn shaped(q: [usize; 4], kv: [usize; 4], dtype: DType) -> Result<[Tensor; 3]> {
@@ -23,7 +23,7 @@ fn call_of(qkv: &[Tensor; 3], mask: &AttentionMask, options: &SdpaOptions) -> Re
 
 /// Returns the reason why the operation does not support a call.
 fn reason(qkv: &[Tensor; 3], mask: &AttentionMask, options: &SdpaOptions) -> Result<String> {
-    let reason = MetalCall::plan(&call_of(qkv, mask, options)?, ResultKind::Output).expect_err("refused");
+    let reason = MetalCall::plan(&call_of(qkv, mask, options)?, RequestedResults::default()).expect_err("refused");
     Ok(reason.strip_prefix(NAME).map_or(reason.clone(), |own| own.trim_start().to_string()))
 }
 
@@ -51,7 +51,8 @@ fn metal_refuses_unsupported_score_modifiers_and_masks_with_a_reason() -> Result
         assert_eq!(reason(&usual, &mask, &plain())?, expected, "{mask:?}");
     }
     let call = call_of(&usual, &none, &plain())?;
-    let lse = MetalCall::plan(&call, ResultKind::LogSumExp).expect_err("refused");
+    let lse = MetalCall::plan(&call, RequestedResults { log_sum_exp: true, ..RequestedResults::default() })
+        .expect_err("refused");
     assert_eq!(lse, "candle_nn::ops::sdpa has no log-sum-exp");
     Ok(())
 }
@@ -95,32 +96,34 @@ fn metal_refuses_calls_beyond_its_limits() -> Result<()> {
     let (options, sequences) = (plain(), PackedSequences::from_lens(&[5], &[9])?);
     let [q, kv] = [draw(&[5, 4, 64], DType::F32)?, draw(&[9, 2, 64], DType::F32)?];
     let call = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, Some(&sequences), &none, &options)?;
-    let packed = MetalCall::plan(&call, ResultKind::Output);
+    let packed = MetalCall::plan(&call, RequestedResults::default());
     assert_eq!(packed.expect_err("refused"), "candle_nn::ops::sdpa has no packed sequences");
     Ok(())
 }
 
 /// Computes as `candle_nn::ops::sdpa` does, in Candle's own operations.
-fn sdpa(inputs: &Inputs) -> Result<Tensor> {
-    let Inputs { q, k, v, is_causal, scale } = inputs;
+fn sdpa(inputs: &MetalInputs) -> Result<Tensor> {
+    let MetalInputs { q, k, v, is_causal, scale } = inputs;
     let mask = if *is_causal { AttentionMask::causal() } else { AttentionMask::none() };
     let options = SdpaOptions::default().with_scale(f64::from(*scale));
     assert!(q.is_contiguous());
     if *is_causal {
         assert!(q.dim(2)?.is_multiple_of(BLOCK) && k.dim(2)?.is_multiple_of(BLOCK));
     }
-    reference::output(&Call::new("test", Qkv { q, k, v }, None, &mask, &options)?)
+    let call = Call::new("test", Qkv { q, k, v }, None, &mask, &options)?;
+    Ok(reference::attend(&call, RequestedResults::default())?.output)
 }
 
 /// Returns the largest difference of a call from the reference path, after checking the output's layout.
 fn difference(call: &Call, metal_call: &MetalCall) -> Result<f32> {
     let output = metal_call.output_by(call, sdpa)?;
-    let is_in_layout = match call.output_layout() {
+    let is_in_layout = match call.attention.output_layout {
         OutputLayout::Bhtd => output.is_contiguous(),
         OutputLayout::Bthd => output.transpose(1, 2)?.is_contiguous(),
     };
     assert!(is_in_layout, "{:?}", output.layout());
-    let difference = (output.to_dtype(DType::F32)? - reference::output(call)?.to_dtype(DType::F32)?)?;
+    let difference = (output.to_dtype(DType::F32)?
+        - reference::attend(call, RequestedResults::default())?.output.to_dtype(DType::F32)?)?;
     difference.abs()?.flatten_all()?.max(0)?.to_scalar()
 }
 
@@ -142,7 +145,7 @@ fn metal_matches_reference() -> Result<()> {
             let kv = draw(&[2, 2, t_kv + 3, 32], DType::F32)?.narrow(2, 0, t_kv)?;
             let options = SdpaOptions::default().with_output_layout(order);
             let call = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, None, &mask, &options)?;
-            let metal_call = MetalCall::plan(&call, ResultKind::Output).expect("supported");
+            let metal_call = MetalCall::plan(&call, RequestedResults::default()).expect("supported");
             assert_eq!(metal_call.rest, expected, "{mask:?}");
             assert!(difference(&call, &metal_call)? < 1e-5, "{mask:?}");
         }
@@ -164,7 +167,7 @@ fn metal_with_last_query_of_many_matches_reference() -> Result<()> {
         let kv = kv.narrow(0, 0, b)?;
         let q = queries.narrow(2, 5, 1)?;
         let call = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, None, &AttentionMask::none(), &Default::default())?;
-        let metal_call = MetalCall::plan(&call, ResultKind::Output).expect("supported");
+        let metal_call = MetalCall::plan(&call, RequestedResults::default()).expect("supported");
         // `sdpa` above refuses a query whose rows do not follow each other, which the operation would misread.
         assert!(difference(&call, &metal_call)? < 1e-5, "{:?}", q.layout());
     }

@@ -4,7 +4,7 @@ use candle_core::Result;
 
 use super::BackwardPlan;
 use crate::arguments::{AttentionArguments, SMALL_BLOCK_THREADS};
-use crate::attention::checks::Sizes;
+use crate::attention::checks::CallSizes;
 use crate::device::{Grid, Launch, LoadedProgram, Operands};
 use crate::program::KernelShape;
 use crate::tiles::{BackwardKernels, QueryGradient, SMALL_BLOCK_WARPS};
@@ -45,7 +45,7 @@ impl BackwardPlan {
                 launches.extend(self.key_gradients(&kernels));
             }
             QueryGradient::Fused { .. } => {
-                let Sizes { sequences, heads, .. } = self.sizes;
+                let CallSizes { sequences, heads, .. } = self.sizes;
                 launches.extend(self.key_gradients(&kernels));
                 // The sums of the fused kernel become the gradient of queries.
                 let grid = Grid { x: self.query_tiles(), y: heads, z: sequences };
@@ -58,7 +58,7 @@ impl BackwardPlan {
 
     /// Returns the launches of the kernels of delta, of the gradient of sinks, and of the intervals of tiles.
     fn preparing_launches(&self, kernels: &BackwardKernels) -> Vec<BackwardLaunch> {
-        let Sizes { batch, sequences, heads, queries, .. } = self.sizes;
+        let CallSizes { batch, sequences, heads, queries, .. } = self.sizes;
         let rows = Grid { x: queries.div_ceil(SMALL_BLOCK_WARPS), y: heads, z: batch };
         let mut launches = vec![BackwardLaunch::new(kernels.delta, rows)];
         if self.has_sink_gradient {
@@ -70,7 +70,7 @@ impl BackwardPlan {
 
     /// Returns the launch of the kernel of the gradient of queries, for blocks of `block` queries.
     fn query_gradients(&self, kernel: KernelShape, block: usize) -> BackwardLaunch {
-        let Sizes { sequences, heads, longest_queries, .. } = self.sizes;
+        let CallSizes { sequences, heads, longest_queries, .. } = self.sizes;
         BackwardLaunch::with_places(kernel, longest_queries.div_ceil(block), heads * sequences)
     }
 
@@ -99,7 +99,7 @@ impl BackwardPlan {
 
     /// Returns the launches of the kernels that sum the gradients of the bias and of slopes.
     fn modifier_sums(&self, kernels: &BackwardKernels) -> Vec<BackwardLaunch> {
-        let Sizes { heads, .. } = self.sizes;
+        let CallSizes { heads, .. } = self.sizes;
         let gradients = self.specialization.gradients;
         let mut launches = Vec::new();
         if let Some(bias) = self.bias

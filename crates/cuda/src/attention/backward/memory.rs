@@ -4,7 +4,7 @@ use candle_core::{DType, Result};
 
 use super::BackwardPlan;
 use crate::arguments::AttentionArguments;
-use crate::attention::checks::Sizes;
+use crate::attention::checks::CallSizes;
 use crate::device::{Buffer, KernelDevice, Operands};
 
 /// The sizes of the gradient of a bias.
@@ -46,7 +46,7 @@ fn allocate_if(is_needed: bool, allocate: impl FnOnce() -> Result<Buffer>) -> Re
 
 impl BackwardMemory {
     pub fn new(device: &KernelDevice, plan: &BackwardPlan) -> Result<Self> {
-        let &Sizes { batch, sequences, heads, key_heads, queries, keys, head_dim, value_dim, element, .. } =
+        let &CallSizes { batch, sequences, heads, key_heads, queries, keys, head_dim, value_dim, element, .. } =
             &plan.sizes;
         let rows = plan.sizes.rows();
         let gradients = plan.specialization.gradients;

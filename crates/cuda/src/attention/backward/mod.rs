@@ -3,11 +3,13 @@
 mod launches;
 mod memory;
 
+use candle_attention_call::{OutputLayout, PerInput, RequestedGradients};
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::arguments::{alignment, layout_strides, row_strides};
-use super::call::{AttentionCall, BackwardInputs, Gradients, OutputLayout, RequestedGradients};
-use super::checks::Sizes;
+use super::call::BackwardInputs;
+use super::checked::CudaAttention;
+use super::checks::CallSizes;
 use super::forward::{output_shape, output_strides};
 use crate::arguments::AttentionArguments;
 use crate::capability::Limits;
@@ -28,7 +30,7 @@ const MOST_PART_BYTES_OF_EMULATOR: usize = 8 << 10;
 /// A backward pass: its sizes, and the kernels that it launches.
 #[derive(Clone, Copy)]
 pub(super) struct BackwardPlan {
-    sizes: Sizes,
+    sizes: CallSizes,
     specialization: Specialization,
     tile: BackwardTile,
     /// The order in memory of the gradients of q, k and v.
@@ -48,7 +50,7 @@ impl BackwardPlan {
 
     /// Sets the strides of the gradients of q, k and v.
     fn set_gradient_strides(&self, arguments: &mut AttentionArguments) {
-        let Sizes { heads, key_heads, queries, keys, head_dim, value_dim, .. } = self.sizes;
+        let CallSizes { heads, key_heads, queries, keys, head_dim, value_dim, .. } = self.sizes;
         arguments.query_gradient_strides = layout_strides(self.layout, heads, queries, head_dim);
         arguments.key_gradient_strides = layout_strides(self.layout, key_heads, keys, head_dim);
         arguments.value_gradient_strides = layout_strides(self.layout, key_heads, keys, value_dim);
@@ -91,16 +93,17 @@ impl BackwardPlan {
     }
 }
 
-impl AttentionCall {
-    /// Computes gradients, the same bits every time.
+impl CudaAttention {
+    /// Computes gradients, the same bits every time, each in the shape and the dtype of its input. Keys and values of a
+    /// batch that was expanded have a gradient for each sequence.
     ///
     /// The gradient of a bias takes memory for all scores, (B, H, T_q, T_kv) in f32; no other gradient does.
     ///
     /// # Errors
     /// If the inputs do not fit the call, no kernel runs it, or one does not compile or launch.
-    pub fn backward(&self, inputs: &BackwardInputs, wanted: RequestedGradients) -> Result<Gradients> {
-        let device = KernelDevice::of(self.q.device())?;
-        let sizes = self.sizes()?;
+    pub fn backward(&self, inputs: &BackwardInputs, wanted: RequestedGradients) -> Result<PerInput<Option<Tensor>>> {
+        let device = KernelDevice::of(self.call.q.device())?;
+        let sizes = self.sizes;
         let plan = self.backward_plan(sizes, wanted, &device.limits())?;
         let BackwardPlan { specialization, tile, .. } = plan;
         self.check_inputs(inputs, &sizes)?;
@@ -110,17 +113,17 @@ impl AttentionCall {
 
         let locks = TensorLocks::default();
         let mut operands = Operands::new(&device, &locks);
-        let mut arguments = self.arguments(&sizes, &mut operands)?;
+        let mut arguments = self.arguments(&mut operands)?;
         arguments.output = operands.input("the output", inputs.output)?.into_output();
-        arguments.output_strides = output_strides(self.output_layout, &sizes);
-        arguments.row_statistics = operands.input("the statistics of rows", inputs.statistics)?.into_output();
+        arguments.output_strides = output_strides(self.call.output_layout, &sizes);
+        arguments.row_statistics = operands.input("the statistics of the softmax", inputs.softmax_stats)?.into_output();
         arguments.output_gradient = operands.input("the gradient of the output", inputs.output_gradient)?;
         arguments.output_gradient_strides = row_strides(inputs.output_gradient);
         arguments.log_sum_exp_gradient =
             operands.optional_input("the gradient of the log-sum-exp", inputs.log_sum_exp_gradient)?;
         memory.set_arguments(&plan, &mut operands, &mut arguments)?;
 
-        let alignment = alignment(&arguments, self, &sizes);
+        let alignment = alignment(&arguments, &self.call, &sizes);
         let plan = BackwardPlan { specialization: Specialization { alignment, ..specialization }, ..plan };
         let program = device.load(&tile.program(&plan.specialization))?;
         for launch in plan.launches() {
@@ -135,8 +138,8 @@ impl AttentionCall {
     /// # Errors
     /// If no kernel computes it, or one does not compile.
     pub fn prepare_backward(&self, wanted: RequestedGradients) -> Result<()> {
-        let device = KernelDevice::of(self.q.device())?;
-        let plan = self.backward_plan(self.sizes()?, wanted, &device.limits())?;
+        let device = KernelDevice::of(self.call.q.device())?;
+        let plan = self.backward_plan(self.sizes, wanted, &device.limits())?;
         device.load(&self.backward_program(&device, &plan)?)?;
         Ok(())
     }
@@ -146,11 +149,11 @@ impl AttentionCall {
         let sizes = &plan.sizes;
         let locks = TensorLocks::default();
         let mut operands = Operands::new(device, &locks);
-        let mut arguments = self.arguments(sizes, &mut operands)?;
-        arguments.output_strides = output_strides(self.output_layout, sizes);
+        let mut arguments = self.arguments(&mut operands)?;
+        arguments.output_strides = output_strides(self.call.output_layout, sizes);
         arguments.output_gradient_strides = arguments.output_strides;
         plan.set_gradient_strides(&mut arguments);
-        let alignment = alignment(&arguments, self, sizes);
+        let alignment = alignment(&arguments, &self.call, sizes);
         Ok(plan.tile.program(&Specialization { alignment, ..plan.specialization }))
     }
 
@@ -160,7 +163,7 @@ impl AttentionCall {
     /// If no kernel computes it, or a kernel has more blocks than CUDA launches.
     pub(super) fn backward_plan(
         &self,
-        sizes: Sizes,
+        sizes: CallSizes,
         wanted: RequestedGradients,
         limits: &Limits,
     ) -> std::result::Result<BackwardPlan, Unsupported> {
@@ -171,8 +174,8 @@ impl AttentionCall {
             tile,
             layout: wanted.layout,
             bias: self.bias_gradient(&sizes, wanted),
-            has_sink_gradient: wanted.sinks && self.scores.sinks.is_some(),
-            shares_relative_bias: self.scores.relative_bias.as_ref().is_some_and(|biases| biases.dims()[0] == 1),
+            has_sink_gradient: wanted.of.sinks && self.call.scores.sinks.is_some(),
+            shares_relative_bias: self.call.scores.relative_bias.as_ref().is_some_and(|biases| biases.dims()[0] == 1),
             most_part_bytes: MOST_PART_BYTES,
         };
         for planned in plan.launches() {
@@ -182,22 +185,23 @@ impl AttentionCall {
     }
 
     /// Returns the sizes of the gradient of the bias, if it was requested.
-    fn bias_gradient(&self, sizes: &Sizes, wanted: RequestedGradients) -> Option<BiasGradient> {
-        let bias = self.scores.bias.as_ref().filter(|_| wanted.bias)?;
+    fn bias_gradient(&self, sizes: &CallSizes, wanted: RequestedGradients) -> Option<BiasGradient> {
+        let bias = self.call.scores.bias.as_ref().filter(|_| wanted.of.bias)?;
         let &[batch, heads, queries, keys] = bias.dims() else { return None };
         let is_broadcast = bias.dims() != [sizes.batch, sizes.heads, sizes.queries, sizes.keys];
         Some(BiasGradient { batch, heads, queries, keys, is_broadcast })
     }
 
     /// Checks the inputs of a backward pass.
-    fn check_inputs(&self, inputs: &BackwardInputs, sizes: &Sizes) -> Result<()> {
-        let &Sizes { batch, heads, queries, value_dim, .. } = sizes;
+    fn check_inputs(&self, inputs: &BackwardInputs, sizes: &CallSizes) -> Result<()> {
+        let &CallSizes { batch, heads, queries, value_dim, .. } = sizes;
         let dtype = sizes.element.dtype();
         let rows = [batch, heads, queries];
-        check_input("the output", inputs.output, output_shape(self.output_layout, sizes).dims(), dtype)?;
-        check_input("the statistics of rows", inputs.statistics, &[2, batch, heads, queries], DType::F32)?;
+        check_input("the output", inputs.output, output_shape(self.call.output_layout, sizes).dims(), dtype)?;
+        check_input("the statistics of the softmax", inputs.softmax_stats, &[2, batch, heads, queries], DType::F32)?;
         check_input("the gradient of the output", inputs.output_gradient, &[batch, heads, queries, value_dim], dtype)?;
-        let mut contiguous = vec![("the output", inputs.output), ("the statistics of rows", inputs.statistics)];
+        let mut contiguous =
+            vec![("the output", inputs.output), ("the statistics of the softmax", inputs.softmax_stats)];
         if let Some(gradient) = inputs.log_sum_exp_gradient {
             check_input("the gradient of the log-sum-exp", gradient, &rows, DType::F32)?;
             contiguous.push(("the gradient of the log-sum-exp", gradient));
@@ -214,28 +218,28 @@ impl AttentionCall {
     }
 
     /// Returns the gradients that were requested.
-    fn gradients(&self, memory: BackwardMemory, wanted: RequestedGradients) -> Result<Gradients> {
-        let mut found = Gradients::default();
-        if wanted.q {
-            found.q = Some(heads_gradient(memory.q, &self.q, wanted.layout)?);
+    fn gradients(&self, memory: BackwardMemory, wanted: RequestedGradients) -> Result<PerInput<Option<Tensor>>> {
+        let mut found = PerInput::default();
+        if wanted.of.q {
+            found.q = Some(heads_gradient(memory.q, &self.call.q, wanted.layout)?);
         }
-        if wanted.k {
-            found.k = Some(heads_gradient(memory.k, &self.k, wanted.layout)?);
+        if wanted.of.k {
+            found.k = Some(heads_gradient(memory.k, &self.call.k, wanted.layout)?);
         }
-        if wanted.v {
-            found.v = Some(heads_gradient(memory.v, &self.v, wanted.layout)?);
+        if wanted.of.v {
+            found.v = Some(heads_gradient(memory.v, &self.call.v, wanted.layout)?);
         }
         // The gradient of a bias that has all dimensions of the scores is the gradient of the scores.
-        if let (Some(bias), Some(buffer)) = (&self.scores.bias, memory.bias.or(memory.scores)) {
+        if let (Some(bias), Some(buffer)) = (&self.call.scores.bias, memory.bias.or(memory.scores)) {
             found.bias = Some(buffer.into_tensor(bias.shape())?.to_dtype(bias.dtype())?);
         }
-        if let (Some(biases), Some(buffer)) = (&self.scores.relative_bias, memory.relative_bias) {
+        if let (Some(biases), Some(buffer)) = (&self.call.scores.relative_bias, memory.relative_bias) {
             found.relative_bias = Some(buffer.into_tensor(biases.shape())?);
         }
-        if let (Some(slopes), Some(buffer)) = (&self.scores.alibi_slopes, memory.slopes) {
-            found.slopes = Some(buffer.into_tensor(slopes.shape())?);
+        if let (Some(slopes), Some(buffer)) = (&self.call.scores.alibi_slopes, memory.slopes) {
+            found.alibi_slopes = Some(buffer.into_tensor(slopes.shape())?);
         }
-        if let (Some(sinks), Some(buffer)) = (&self.scores.sinks, memory.sinks) {
+        if let (Some(sinks), Some(buffer)) = (&self.call.scores.sinks, memory.sinks) {
             found.sinks = Some(buffer.into_tensor(sinks.shape())?);
         }
         Ok(found)

@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use crate::cpu::{Kernel, Layout, Scratch, Vector};
-use crate::flash::dims::AttentionDims;
-use crate::flash::options::ScoreOptions;
+use crate::flash::options::TileModifiers;
 use crate::flash::packed_width::PackedWidth;
 use crate::flash::tile::Overlap;
+use candle_attention_call::AttentionDims;
 
 /// The bytes that a task of the backward pass keeps for its keys: most of an L2 cache of 1 MB, for every processor,
 /// since the split of the keys changes the last bits of the queries' gradients.
@@ -131,7 +131,7 @@ impl TileRowsMemory {
 
 /// The memory that a thread needs for its tasks. Its size is bounded by D, D_v and the instruction set, and does not
 /// grow with T.
-pub(super) struct BackwardMemory {
+pub(super) struct BackwardScratch {
     pub sizes: BackwardSizes,
     pub blocks: Vec<BlockMemory>,
     pub queries: TileRowsMemory,
@@ -144,7 +144,7 @@ pub(super) struct BackwardMemory {
     /// gradients of scores.
     pub gradients: Scratch,
     /// The derivative of the softcap, (block, panel).
-    pub cap_slopes: Scratch,
+    pub cap_derivatives: Scratch,
     /// The dropout factors, (block, panel), where weights are dropped.
     pub dropout: Scratch,
     /// The weights in bf16, (block, panel / 2).
@@ -157,9 +157,9 @@ pub(super) struct BackwardMemory {
     pub staging: Scratch,
 }
 
-impl BackwardMemory {
+impl BackwardScratch {
     /// Allocates the memory of a call with these options.
-    pub fn new(layout: Layout, sizes: BackwardSizes, options: &ScoreOptions) -> Self {
+    pub fn new(layout: Layout, sizes: BackwardSizes, options: &TileModifiers) -> Self {
         let BackwardSizes { d, d_v, .. } = &sizes;
         let scores = layout.block * layout.panel;
         let block = || BlockMemory {
@@ -179,7 +179,7 @@ impl BackwardMemory {
             query_sums: Scratch::zeros(d.packed.row_squares * layout.panel),
             scores: Scratch::zeros(scores),
             gradients: Scratch::zeros(scores),
-            cap_slopes: zeros_if(options.softcap.is_some(), scores),
+            cap_derivatives: zeros_if(options.softcap.is_some(), scores),
             dropout: zeros_if(options.dropout.is_some(), scores),
             weight_halves: zeros_if(has_pairs, scores / 2),
             gradient_halves: zeros_if(has_pairs, scores / 2),

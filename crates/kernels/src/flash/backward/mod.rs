@@ -12,19 +12,18 @@ mod step;
 mod task;
 mod tile_gradient;
 
-use super::call::{AttentionCall, AttentionOutputs};
-use super::inputs::{KeysValues, KvMatrix};
-use super::kernels::{AttentionKernels, KernelCall};
+use super::call::{CheckedCall, output_len};
+use super::inputs::KeysValues;
+use super::kernels::{AttentionKernels, KernelTask};
 use super::memory::no_scratch_memory;
-use super::problem::KvRows;
 use super::relative_bias::RelativeBiasTable;
 use crate::cpu::InstructionSet;
 use crate::error::{Error, check_instruction_set, check_len};
-use crate::number::Strided;
-use call::AttentionBackwardCall;
 pub use call::AttentionBackwardProblem;
-use gradients::GradientMemory;
-pub use gradients::{AttentionGradients, RequestedGradients};
+use call::BackwardCall;
+use candle_attention_call::RequestedGradients;
+pub use gradients::AttentionGradients;
+use gradients::{GradientMemory, check_requested};
 
 /// Computes the gradients of a call of [`attend`](super::attend), on the calling thread and on helper threads.
 /// The gradients are the same to the bit for any number of threads, and for any other sequences in the batch.
@@ -39,8 +38,8 @@ pub use gradients::{AttentionGradients, RequestedGradients};
 /// ```
 /// use candle_attention_kernels::InstructionSet;
 /// use candle_attention_kernels::flash::{
-///     AttentionBackwardProblem, AttentionDims, AttentionProblem, OutputLayout, RequestedGradients, ScoreOptions,
-///     Strided, attend_backward, attend_vec,
+///     AttentionBackwardProblem, AttentionCall, AttentionDims, KeysOfQueries, OutputLayout, PerInput, RequestedGradients,
+///     RequestedResults, ScoreModifiers, Strided, attend, attend_backward,
 /// };
 ///
 /// // One query over two keys of width 1, whose values are 0 and 1: the output is the second weight.
@@ -48,21 +47,25 @@ pub use gradients::{AttentionGradients, RequestedGradients};
 /// let k = [0.0, 2.0];
 /// let v = [0.0, 1.0];
 /// let rows = |data| Strided { data, strides: [2, 2, 1] };
-/// let forward = AttentionProblem {
+/// let forward = AttentionCall {
 ///     dims: AttentionDims { b: 1, h: 1, h_kv: 1, t_q: 1, t_kv: 2, d: 1, d_v: 1 },
-///     q: rows(&q),
+///     q: rows(&q).into(),
 ///     k: rows(&k).into(),
 ///     v: rows(&v).into(),
-///     ranges: &[0..2],
-///     scores: ScoreOptions::default(),
+///     kv_scales: None,
+///     keys: KeysOfQueries { ranges: &[0..2], ..Default::default() },
+///     scores: ScoreModifiers::default(),
 ///     output_layout: OutputLayout::Bhtd,
 /// };
 /// let instruction_set = InstructionSet::choose(None, false)?;
-/// let mut stats = Vec::new();
-/// let output = attend_vec(&forward, instruction_set, None, Some(&mut stats))?;
+/// let requested = RequestedResults { softmax_stats: true, ..Default::default() };
+/// let found = attend::<f32>(&forward, instruction_set, requested)?;
+/// let softmax_stats = &found.softmax_stats.unwrap();
+/// let output_grad = rows(&[1.0]);
 /// let problem =
-///     AttentionBackwardProblem { forward, output: &output, stats: &stats, output_grad: rows(&[1.0]), lse_grad: None };
-/// let requested = RequestedGradients { q: true, v: true, ..Default::default() };
+///     AttentionBackwardProblem { forward, output: &found.output, softmax_stats, output_grad, lse_grad: None };
+/// let of = PerInput { q: true, v: true, ..Default::default() };
+/// let requested = RequestedGradients { layout: OutputLayout::Bhtd, of };
 /// let gradients = attend_backward(&problem, instruction_set, requested)?;
 /// let weight = 1.0 / (1.0 + (-2f32).exp());
 /// assert!((gradients.q.unwrap()[0] - 2.0 * weight * (1.0 - weight)).abs() < 1e-6);
@@ -75,42 +78,35 @@ pub fn attend_backward<E: AttentionKernels>(
     requested: RequestedGradients,
 ) -> Result<AttentionGradients<E>, Error> {
     check_instruction_set(instruction_set)?;
-    let AttentionBackwardProblem { forward, output, stats, output_grad, lse_grad } = *problem;
+    let AttentionBackwardProblem { forward, output, softmax_stats, output_grad, lse_grad } = *problem;
     let dims = forward.dims;
-    let k = KvMatrix { rows: floats(forward.k)?, scales: None, width: dims.d };
-    let v = KvMatrix { rows: floats(forward.v)?, scales: None, width: dims.d_v };
-    let output = std::ptr::from_ref(output).cast_mut();
-    let mut call = AttentionCall::new(&forward, AttentionOutputs { output, lse: None, stats: None, statistics: None })?;
-    let table = match forward.scores.relative_bias {
+    if forward.kv_scales.is_some() {
+        return Err(Error::Shape("expected keys and values that are floats, found some of 8 bits".into()));
+    }
+    let keys_values = KeysValues::new(&forward)?;
+    let mut call = CheckedCall::new(&forward)?;
+    check_len("output", output.len(), output_len(&dims)?)?;
+    let table = match call.inputs.options.relative_bias {
         Some(bias) => Some(RelativeBiasTable::new(bias, &dims).ok_or_else(no_scratch_memory)?),
         None => None,
     };
     call.inputs.relative_bias = table.as_ref();
-    check_len("stats", stats.len(), dims.queries())?;
+    check_len("softmax_stats", softmax_stats.len(), dims.queries())?;
     if let Some(lse_grad) = lse_grad {
         check_len("lse_grad", lse_grad.len(), dims.queries())?;
     }
     output_grad.check("output_grad", [dims.b, dims.h, dims.t_q], dims.d_v)?;
-    requested.check(&forward)?;
+    check_requested(&requested, &forward.scores)?;
 
-    let mut memory = GradientMemory::new(&forward, requested)?;
+    let mut memory = GradientMemory::new(&call.inputs, requested)?;
     if dims.queries() == 0 {
         // The other dimensions may be of any size then.
         memory.clear_keys_values();
     } else {
         let to = memory.pointers();
-        let backward = AttentionBackwardCall { call, stats, output_grad, lse_grad, requested, to };
-        let kernel_call = KernelCall::Backward(&backward, KeysValues { k, v });
-        E::run(kernel_call, instruction_set).ok_or_else(no_scratch_memory)?;
+        let backward = BackwardCall { call, output, softmax_stats, output_grad, lse_grad, requested, to };
+        E::run(KernelTask::Backward(&backward, keys_values), instruction_set).ok_or_else(no_scratch_memory)?;
     }
     // SAFETY: every element was written.
     Ok(unsafe { memory.into_gradients() })
-}
-
-/// Returns keys or values as floats.
-fn floats<E>(rows: KvRows<E>) -> Result<Strided<E, 3>, Error> {
-    match rows {
-        KvRows::Float(floats) => Ok(floats),
-        KvRows::Q8 { .. } => Err(Error::Shape("expected keys and values that are floats, found some of 8 bits".into())),
-    }
 }

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use crate::cpu::{MAX_LANES, SharedPtr, Vector};
-use crate::flash::dims::{AttentionDims, QueryRow, RowStrides};
 use crate::flash::tile::Tile;
 use crate::number::{load_first, store_first};
+use candle_attention_call::{AttentionDims, LayoutStrides, QueryRow};
 
 /// A tensor for a gradient, in f32, of rank 4. Each of the first three dimensions is that of (B, H, T_q), or 1.
 /// The last dimension is T_kv (or 1) for a bias, the number of entries for a relative bias, and D for queries.
@@ -31,7 +31,7 @@ impl GradientOutput {
     }
 
     /// Describes the gradient of the queries.
-    pub fn of_rows(at: SharedPtr<f32>, strides: RowStrides) -> Self {
+    pub fn of_rows(at: SharedPtr<f32>, strides: LayoutStrides) -> Self {
         Self { at, strides: [strides.sequence, strides.head, strides.position, 1], is_summed_over_queries: false }
     }
 

@@ -2,13 +2,13 @@
 
 use std::f32::consts::LOG2_E;
 
-use super::call::AttentionBackwardCall;
+use super::call::BackwardCall;
 use crate::cpu::{SharedPtr, Vector};
-use crate::flash::dims::QueryRow;
 use crate::flash::inputs::query_row;
 use crate::number::{Number, load_first, store_first};
+use candle_attention_call::QueryRow;
 
-impl<E: Number> AttentionBackwardCall<'_, E> {
+impl<E: Number> BackwardCall<'_, E> {
     /// Prepares the tiles' work for each query of one head of (B, H): writes the row term of the softmax's backward
     /// pass, δ_i = Σ_d O_id · dO_id minus the gradient of the log-sum-exp (FlashAttention-2, Algorithm 2), clears the
     /// sums of the queries' gradients, and sums the gradient of the head's sink.
@@ -29,10 +29,10 @@ impl<E: Number> AttentionBackwardCall<'_, E> {
             // SAFETY: the processor has the instruction set of V; the row belongs to the call, and no other task writes
             // it.
             unsafe {
-                if self.requested.q {
+                if self.requested.of.q {
                     self.to.q_sums.add(strides.start(row.b, row.head, query)).write_bytes(0, dims.d);
                 }
-                let output = call.output_row(row).cast_const();
+                let output = self.output.as_ptr().wrapping_add(call.output_start(row));
                 let gradient = query_row(&self.output_grad, row);
                 let mut sum = V::splat(0.0);
                 for d in (0..dims.d_v).step_by(lanes) {
@@ -40,7 +40,7 @@ impl<E: Number> AttentionBackwardCall<'_, E> {
                     let outputs: V = load_first(output.add(d), width);
                     sum = outputs.mul_add(load_first(gradient.add(d), width), sum);
                 }
-                let stats = self.stats[index];
+                let stats = self.softmax_stats[index];
                 // The gradient of a fully masked query is zero for any gradient of its output.
                 let is_masked = call.inputs.range(row).is_empty() && options.sinks.is_none() || stats.sum == 0.0;
                 // Adding to every score adds the same to the log-sum-exp.
@@ -48,7 +48,7 @@ impl<E: Number> AttentionBackwardCall<'_, E> {
                 let delta = if is_masked { 0.0 } else { sum.sum() - lse_grad };
                 self.to.deltas.add(index).write(delta);
                 if let Some(sinks) = options.sinks
-                    && self.requested.sinks
+                    && self.requested.of.sinks
                     && !is_masked
                 {
                     let unit = options.exponent_unit();

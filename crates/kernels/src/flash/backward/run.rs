@@ -3,25 +3,25 @@
 
 use std::ops::Range;
 
-use super::call::AttentionBackwardCall;
-use super::memory::{BackwardMemory, BackwardSizes};
+use super::call::BackwardCall;
+use super::memory::{BackwardScratch, BackwardSizes};
 use super::output::GradientOutput;
-use super::task::{BackwardTask, Work, WorkOfCall};
-use super::tile_gradient::ModifierGradients;
+use super::task::{BackwardTask, BackwardWork, WorkOfCall};
+use super::tile_gradient::TileModifierGradients;
 use crate::cpu::{Kernel, Layout, MAX_LANES, Scratch, SharedPtr, for_each_index, for_each_task};
 use crate::flash::chain::Chain;
-use crate::flash::dims::{KvHead, QueryRow};
 use crate::flash::inputs::{KeysValues, ScoreInputs};
 use crate::flash::tasks::workers;
 use crate::flash::tile::Tile;
 use crate::number::Number;
+use candle_attention_call::{KvHead, QueryRow};
 
 /// Computes the gradients of a call. `None` if there is no memory for intermediate results.
 ///
 /// # Safety
 /// The processor has the instruction set of K.
 pub(in crate::flash) unsafe fn run_on<K: Kernel, E: Number>(
-    backward: &AttentionBackwardCall<E>,
+    backward: &BackwardCall<E>,
     keys_values: &KeysValues<E>,
 ) -> Option<()> {
     // SAFETY: the processor has the instruction set of K; the work belongs to the call, and no two tasks write the same
@@ -30,9 +30,9 @@ pub(in crate::flash) unsafe fn run_on<K: Kernel, E: Number>(
 }
 
 fn run_tasks<E: Number>(
-    backward: &AttentionBackwardCall<E>,
+    backward: &BackwardCall<E>,
     layout: Layout,
-    run: &(dyn Fn(Work<E>) + Sync),
+    run: &(dyn Fn(BackwardWork<E>) + Sync),
 ) -> Option<()> {
     let inputs = &backward.call.inputs;
     let dims = &inputs.dims;
@@ -43,21 +43,21 @@ fn run_tasks<E: Number>(
     for_each_index(heads, workers, &|head| {
         // SAFETY: each task has a separate sum.
         let sink = unsafe { &mut *sink_sums.add(head) };
-        run(Work::PrepareRows { head, sink });
+        run(BackwardWork::PrepareRows { head, sink });
     });
 
     let split = BackwardSplit::new(backward, layout)?;
-    let mut slopes = Scratch::try_zeros(&[split.chunks, if backward.requested.slopes { heads } else { 0 }])?;
+    let mut slopes = Scratch::try_zeros(&[split.chunks, if backward.requested.of.alibi_slopes { heads } else { 0 }])?;
     let slope_sums = SharedPtr(slopes.as_mut_ptr());
-    let allocate = || BackwardMemory::new(layout, split.sizes, &inputs.options);
+    let allocate = || BackwardScratch::new(layout, split.sizes, &inputs.options);
     for_each_task(split.tasks, workers, &allocate, &|memory, task| {
         split.run_task(backward, slope_sums, memory, task, run);
     });
 
     if let Some(to) = backward.to.q {
-        for_each_index(heads, workers, &|head| run(Work::RoundQueries { head, to }));
+        for_each_index(heads, workers, &|head| run(BackwardWork::RoundQueries { head, to }));
     }
-    if let Some(to) = backward.to.slopes {
+    if let Some(to) = backward.to.alibi_slopes {
         write_head_sums(dims.h, slopes.words(), to);
     }
     if let Some(to) = backward.to.sinks {
@@ -91,7 +91,7 @@ struct BackwardSplit {
 
 impl BackwardSplit {
     /// Splits a call; `None` if there is no memory for so large a number of tasks.
-    fn new<E: Number>(backward: &AttentionBackwardCall<E>, layout: Layout) -> Option<Self> {
+    fn new<E: Number>(backward: &BackwardCall<E>, layout: Layout) -> Option<Self> {
         let inputs = &backward.call.inputs;
         let dims = &inputs.dims;
         let sizes = BackwardSizes::new(layout, dims);
@@ -122,11 +122,11 @@ impl BackwardSplit {
     /// Runs one task, and adds its sums to the gradients of score modifiers.
     fn run_task<E: Number>(
         &self,
-        backward: &AttentionBackwardCall<E>,
+        backward: &BackwardCall<E>,
         slope_sums: SharedPtr<f32>,
-        memory: &mut BackwardMemory,
+        memory: &mut BackwardScratch,
         task: usize,
-        run: &(dyn Fn(Work<E>) + Sync),
+        run: &(dyn Fn(BackwardWork<E>) + Sync),
     ) {
         let inputs = &backward.call.inputs;
         let dims = &inputs.dims;
@@ -137,10 +137,11 @@ impl BackwardSplit {
         let keys = first..dims.t_kv.min(first + self.keys_per_chunk);
         let mut sums = TaskSums::new(backward, kv, keys.clone());
         // SAFETY: each task has separate sums, one for each head of the group.
-        let slopes = backward.requested.slopes.then(|| SharedPtr(unsafe { slope_sums.add(task * dims.group()) }));
+        let slopes =
+            backward.requested.of.alibi_slopes.then(|| SharedPtr(unsafe { slope_sums.add(task * dims.group()) }));
         let modifiers = sums.modifier_gradients(backward, slopes);
         let tiles = &self.tile_keys[kv.b * self.tiles..(kv.b + 1) * self.tiles];
-        run(Work::Keys(BackwardTask { memory, kv, keys, tiles, chain: &self.chain, index: task, modifiers }));
+        run(BackwardWork::Keys(BackwardTask { memory, kv, keys, tiles, chain: &self.chain, index: task, modifiers }));
         if !sums.are_empty() {
             self.chain.wait_for_all(task);
             // SAFETY: no other task adds to the gradients now.
@@ -161,7 +162,7 @@ struct TaskSums {
 }
 
 impl TaskSums {
-    fn new<E: Number>(backward: &AttentionBackwardCall<E>, kv: KvHead, keys: Range<usize>) -> Self {
+    fn new<E: Number>(backward: &BackwardCall<E>, kv: KvHead, keys: Range<usize>) -> Self {
         let inputs = &backward.call.inputs;
         let has_shared_bias = backward.to.bias.is_some_and(|bias| bias.is_summed_over_queries);
         let bias_len = if has_shared_bias { inputs.dims.group() * keys.len() } else { 0 };
@@ -175,9 +176,9 @@ impl TaskSums {
     /// Returns where the task adds the gradients of score modifiers; `None` if none are requested.
     fn modifier_gradients<E: Number>(
         &mut self,
-        backward: &AttentionBackwardCall<E>,
+        backward: &BackwardCall<E>,
         slopes: Option<SharedPtr<f32>>,
-    ) -> Option<ModifierGradients> {
+    ) -> Option<TileModifierGradients> {
         let bias = match backward.to.bias {
             Some(bias) if bias.is_summed_over_queries => Some(self.bias_output(backward)),
             bias => bias,
@@ -186,11 +187,11 @@ impl TaskSums {
         if bias.is_none() && relative_bias.is_none() && slopes.is_none() {
             return None;
         }
-        Some(ModifierGradients { bias, relative_bias, slopes })
+        Some(TileModifierGradients { bias, relative_bias, slopes })
     }
 
     /// Returns the sums of the bias as a tensor with the indices of the whole call.
-    fn bias_output<E: Number>(&mut self, backward: &AttentionBackwardCall<E>) -> GradientOutput {
+    fn bias_output<E: Number>(&mut self, backward: &BackwardCall<E>) -> GradientOutput {
         let count = self.keys.len();
         let first = backward.call.inputs.dims.query_head(self.kv, 0) * count + self.keys.start;
         let at = SharedPtr(self.bias.as_mut_ptr().wrapping_sub(first));
@@ -205,7 +206,7 @@ impl TaskSums {
     ///
     /// # Safety
     /// No other thread uses the entries of the key head.
-    unsafe fn add_to<E: Number>(&self, backward: &AttentionBackwardCall<E>) {
+    unsafe fn add_to<E: Number>(&self, backward: &BackwardCall<E>) {
         let ScoreInputs { dims, options, .. } = &backward.call.inputs;
         let row = |n: usize| QueryRow { b: self.kv.b, head: dims.query_head(self.kv, n), query: 0 };
         // SAFETY: the entries exist, and as this method's contract.

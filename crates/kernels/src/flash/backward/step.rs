@@ -3,20 +3,20 @@
 use std::cell::OnceCell;
 use std::ops::Range;
 
-use super::call::AttentionBackwardCall;
-use super::memory::{BackwardMemory, BlockMemory, BlockRowsMemory, RowSize};
-use super::tile_gradient::{ColumnStats, ModifierGradients, TileGradient};
+use super::call::BackwardCall;
+use super::memory::{BackwardScratch, BlockMemory, BlockRowsMemory, RowSize};
+use super::tile_gradient::{ColumnStats, TileGradient, TileModifierGradients};
 use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Vector, multiply};
 use crate::flash::block_products::{add_values, multiply_keys};
 use crate::flash::options::ScoreUnits;
-use crate::flash::pack::{HeadRows, TileRows, is_finite_row, pack_columns, pack_rows};
+use crate::flash::pack::{KvHeadRows, TileRows, is_finite_row, pack_columns, pack_rows};
 use crate::flash::scores::TileScores;
-use crate::flash::tile::{Overlap, Part, Tile};
+use crate::flash::tile::{Overlap, Tile, TilePart};
 use crate::number::{Number, widen_row};
 
 /// The packed keys or values of a block, and the sums of their gradients.
 pub(super) struct BlockRows<'a, E> {
-    source: HeadRows<'a, E>,
+    source: KvHeadRows<'a, E>,
     packed: LeftOperand,
     /// (panels, block, panel).
     pub sums: *mut f32,
@@ -28,7 +28,7 @@ impl<'a, E: Number> BlockRows<'a, E> {
     /// # Safety
     /// As [`KeyBlock::new`].
     #[inline(always)]
-    unsafe fn new<K: Kernel>(source: HeadRows<'a, E>, memory: &mut BlockRowsMemory, size: &RowSize) -> Self {
+    unsafe fn new<K: Kernel>(source: KvHeadRows<'a, E>, memory: &mut BlockRowsMemory, size: &RowSize) -> Self {
         // SAFETY: as this function's contract.
         let packed = unsafe { pack_rows::<K, E>(&source, memory.rows.as_mut_ptr(), size.packed.words) };
         memory.sums.words_mut().fill(0.0);
@@ -51,9 +51,9 @@ impl<'a, E: Number> KeyBlock<'a, E> {
     /// has the block.
     #[inline(always)]
     pub unsafe fn new<K: Kernel>(
-        k: HeadRows<'a, E>,
-        v: HeadRows<'a, E>,
-        memory: &mut BackwardMemory,
+        k: KvHeadRows<'a, E>,
+        v: KvHeadRows<'a, E>,
+        memory: &mut BackwardScratch,
         index: usize,
     ) -> Self {
         let sizes = &memory.sizes;
@@ -97,11 +97,11 @@ impl<E: Number> PackedTile<'_, E> {
 
 /// One tile against one block.
 pub(super) struct BackwardStep<'a, 'b, E> {
-    pub backward: &'a AttentionBackwardCall<'b, E>,
+    pub backward: &'a BackwardCall<'b, E>,
     pub block: &'a KeyBlock<'a, E>,
     pub packed: &'a PackedTile<'a, E>,
     pub units: ScoreUnits,
-    pub modifiers: Option<ModifierGradients>,
+    pub modifiers: Option<TileModifierGradients>,
 }
 
 const ONES: [f32; MAX_COLUMNS] = [1.0; MAX_COLUMNS];
@@ -113,7 +113,7 @@ impl<E: Number> BackwardStep<'_, '_, E> {
     /// The processor has the instruction set of K, whose tiles are configured; the memory contains the block and the
     /// tile; no other thread uses the gradients of score modifiers that the tile adds to.
     #[inline(always)]
-    pub unsafe fn run<K: Kernel>(&self, memory: &mut BackwardMemory) {
+    pub unsafe fn run<K: Kernel>(&self, memory: &mut BackwardScratch) {
         let &Self { backward, block, packed, .. } = self;
         let tile = packed.tile;
         let sizes = memory.sizes;
@@ -147,14 +147,14 @@ impl<E: Number> BackwardStep<'_, '_, E> {
             let query_rows = memory.queries.rows.as_ptr();
             let grad_rows = memory.output_grads.rows.as_ptr();
             for part in overlap.parts.iter() {
-                if requested.q {
+                if requested.of.q {
                     let rows = sizes.d.packed.rows;
                     add_values::<K>(&overlap, part, block.key_columns, rows, gradient_columns, &ONES, query_sums);
                 }
-                if requested.k {
+                if requested.of.k {
                     add_rows::<K>(&overlap, part, &sizes.d, gradient_rows, query_rows, block.k.sums);
                 }
-                if requested.v {
+                if requested.of.v {
                     add_rows::<K>(&overlap, part, &sizes.d_v, weights, grad_rows, block.v.sums);
                 }
             }
@@ -162,7 +162,7 @@ impl<E: Number> BackwardStep<'_, '_, E> {
     }
 
     /// Returns the task that turns the products of the tile into weights and gradients of scores.
-    fn tile_gradient(&self, memory: &mut BackwardMemory, overlap: &Overlap) -> TileGradient<'_> {
+    fn tile_gradient(&self, memory: &mut BackwardScratch, overlap: &Overlap) -> TileGradient<'_> {
         let inputs = self.backward.call.inputs;
         TileGradient {
             scores: TileScores {
@@ -175,7 +175,7 @@ impl<E: Number> BackwardStep<'_, '_, E> {
                 scores: memory.scores.as_mut_ptr(),
                 staging: memory.staging.as_mut_ptr(),
                 dropout: memory.dropout.as_mut_ptr(),
-                cap_slopes: Some(memory.cap_slopes.as_mut_ptr()),
+                cap_derivatives: Some(memory.cap_derivatives.as_mut_ptr()),
             },
             gradients: memory.gradients.as_mut_ptr(),
             columns: &self.packed.columns,
@@ -189,7 +189,7 @@ impl<E: Number> BackwardStep<'_, '_, E> {
     ///
     /// # Safety
     /// As [`run`](Self::run); the weights and the gradients of scores are computed.
-    unsafe fn add_attended<K: Kernel>(&self, memory: &mut BackwardMemory, overlap: &Overlap) {
+    unsafe fn add_attended<K: Kernel>(&self, memory: &mut BackwardScratch, overlap: &Overlap) {
         let inputs = &self.backward.call.inputs;
         let sizes = memory.sizes;
         let tile = self.packed.tile;
@@ -247,7 +247,7 @@ unsafe fn add_scaled_row<K: Kernel>(size: &RowSize, sums: *mut f32, index: usize
 /// tiles.
 unsafe fn add_rows<K: Kernel>(
     overlap: &Overlap,
-    part: &Part,
+    part: &TilePart,
     size: &RowSize,
     weights: *const f32,
     rows: *const f32,

@@ -17,22 +17,22 @@
 use std::cell::OnceCell;
 use std::ops::Range;
 
-use super::call::AttentionBackwardCall;
-use super::memory::{BackwardMemory, RowSize, TileRowsMemory};
+use super::call::BackwardCall;
+use super::memory::{BackwardScratch, RowSize, TileRowsMemory};
 use super::output::GradientOutput;
 use super::step::{BackwardStep, KeyBlock, PackedTile};
-use super::tile_gradient::{ColumnStats, ModifierGradients};
+use super::tile_gradient::{ColumnStats, TileModifierGradients};
 use crate::cpu::{Kernel, MAX_COLUMNS, SharedPtr, SimdTask, Vector};
 use crate::flash::chain::Chain;
-use crate::flash::dims::{AttentionDims, KvHead};
 use crate::flash::inputs::KeysValues;
-use crate::flash::pack::{HeadRows, PackTile, TileRows};
+use crate::flash::pack::{KvHeadRows, PackTile, TileRows};
 use crate::flash::tile::Tile;
 use crate::number::{Number, pack_row_pair, store_first, widen_row};
+use candle_attention_call::{AttentionDims, KvHead};
 
 /// Some keys of one key head.
 pub(super) struct BackwardTask<'a> {
-    pub memory: &'a mut BackwardMemory,
+    pub memory: &'a mut BackwardScratch,
     pub kv: KvHead,
     pub keys: Range<usize>,
     /// The smallest range of keys for each tile of the sequence.
@@ -41,11 +41,11 @@ pub(super) struct BackwardTask<'a> {
     /// The number of the task in the chain.
     pub index: usize,
     /// The gradients of score modifiers, if they are requested.
-    pub modifiers: Option<ModifierGradients>,
+    pub modifiers: Option<TileModifierGradients>,
 }
 
 /// The work that is compiled for an instruction set and a type of elements. Heads are counted in (B, H).
-pub(super) enum Work<'a, E> {
+pub(super) enum BackwardWork<'a, E> {
     /// Computes the row terms of a head's queries and the gradient of its sink, before the first tile.
     PrepareRows { head: usize, sink: &'a mut f32 },
     /// Computes the gradients of some keys.
@@ -54,11 +54,11 @@ pub(super) enum Work<'a, E> {
     RoundQueries { head: usize, to: SharedPtr<E> },
 }
 
-/// Work of a call. No two tasks write the same number at the same time.
+/// BackwardWork of a call. No two tasks write the same number at the same time.
 pub(super) struct WorkOfCall<'a, 'b, E> {
-    pub backward: &'a AttentionBackwardCall<'b, E>,
+    pub backward: &'a BackwardCall<'b, E>,
     pub keys_values: &'a KeysValues<'b, E>,
-    pub work: Work<'a, E>,
+    pub work: BackwardWork<'a, E>,
 }
 
 impl<E: Number> SimdTask for WorkOfCall<'_, '_, E> {
@@ -68,9 +68,9 @@ impl<E: Number> SimdTask for WorkOfCall<'_, '_, E> {
         // SAFETY: the processor has the instruction set of K, and no other task writes the rows.
         unsafe {
             match work {
-                Work::PrepareRows { head, sink } => backward.prepare_rows::<K::Vector>(head, sink),
-                Work::RoundQueries { head, to } => backward.round_queries::<K::Vector>(head, to),
-                Work::Keys(task) => task.run::<K, E>(backward, keys_values),
+                BackwardWork::PrepareRows { head, sink } => backward.prepare_rows::<K::Vector>(head, sink),
+                BackwardWork::RoundQueries { head, to } => backward.round_queries::<K::Vector>(head, to),
+                BackwardWork::Keys(task) => task.run::<K, E>(backward, keys_values),
             }
         }
     }
@@ -82,7 +82,7 @@ impl BackwardTask<'_> {
     /// # Safety
     /// The processor has the instruction set of K; the memory was made for the call, and has the task's blocks.
     #[inline(always)]
-    unsafe fn run<K: Kernel, E: Number>(self, backward: &AttentionBackwardCall<E>, keys_values: &KeysValues<E>) {
+    unsafe fn run<K: Kernel, E: Number>(self, backward: &BackwardCall<E>, keys_values: &KeysValues<E>) {
         let Self { memory, kv, keys, tiles, chain, index, modifiers } = self;
         let inputs = &backward.call.inputs;
         let units = inputs.options.units(K::IS_BF16);
@@ -98,8 +98,8 @@ impl BackwardTask<'_> {
             let mut blocks = Vec::new();
             for (block_index, first) in keys.clone().step_by(K::BLOCK).enumerate() {
                 let block_keys = first..keys.end.min(first + K::BLOCK);
-                let k = HeadRows::new(&keys_values.k, kv, block_keys.clone());
-                let v = HeadRows::new(&keys_values.v, kv, block_keys);
+                let k = KvHeadRows::new(&keys_values.k, kv, block_keys.clone());
+                let v = KvHeadRows::new(&keys_values.v, kv, block_keys);
                 blocks.push(KeyBlock::new::<K>(k, v, memory, block_index));
             }
             for (tile_index, tile_keys) in tiles.iter().enumerate() {
@@ -116,7 +116,7 @@ impl BackwardTask<'_> {
                 for block in &blocks {
                     BackwardStep { backward, block, packed, units, modifiers }.run::<K>(memory);
                 }
-                if backward.requested.q {
+                if backward.requested.of.q {
                     chain.wait(index, tile_index);
                     queries.add::<K::Vector>(&inputs.dims, tile, 0..d, memory.query_sums.as_ptr());
                 }
@@ -144,8 +144,8 @@ impl BackwardTask<'_> {
 /// The processor has the instruction set of K; the memory was made for the call.
 #[inline(always)]
 unsafe fn pack_tile<'a, K: Kernel, E: Number>(
-    backward: &'a AttentionBackwardCall<E>,
-    memory: &mut BackwardMemory,
+    backward: &'a BackwardCall<E>,
+    memory: &mut BackwardScratch,
     tile: &'a Tile,
     factor: f32,
 ) -> PackedTile<'a, E> {
@@ -184,13 +184,13 @@ unsafe fn pack_tile_rows<K: Kernel, E: Number>(
 }
 
 /// Collects the softmax statistics of the columns of a tile.
-fn column_stats<E>(backward: &AttentionBackwardCall<E>, tile: &Tile) -> ColumnStats {
+fn column_stats<E>(backward: &BackwardCall<E>, tile: &Tile) -> ColumnStats {
     let dims = &backward.call.inputs.dims;
     let mut columns =
         ColumnStats { max: [0.0; MAX_COLUMNS], reciprocal: [0.0; MAX_COLUMNS], delta: [0.0; MAX_COLUMNS] };
     for column in (0..tile.rows.len()).filter(|&column| !tile.is_empty(column)) {
         let row = dims.row_index(dims.row(tile.kv, tile.rows.start + column));
-        let stats = backward.stats[row];
+        let stats = backward.softmax_stats[row];
         // A row whose scores are all -inf counts as fully masked.
         if stats.sum != 0.0 {
             columns.max[column] = stats.max;

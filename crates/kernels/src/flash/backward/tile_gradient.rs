@@ -3,7 +3,7 @@
 
 use super::output::GradientOutput;
 use crate::cpu::{Kernel, MAX_COLUMNS, SharedPtr, SimdTask, Vector};
-use crate::flash::options::Alibi;
+use crate::flash::options::TileAlibi;
 use crate::flash::relative_bias::RelativeBiasTable;
 use crate::flash::scores::TileScores;
 use crate::number::{load_first, store_first};
@@ -27,7 +27,7 @@ pub(super) struct TileGradient<'a> {
     pub gradients: *mut f32,
     pub columns: &'a ColumnStats,
     pub scale: f32,
-    pub modifiers: Option<ModifierGradients>,
+    pub modifiers: Option<TileModifierGradients>,
 }
 
 impl SimdTask for TileGradient<'_> {
@@ -54,8 +54,8 @@ impl SimdTask for TileGradient<'_> {
                 modifiers.add::<K::Vector>(scores, self.gradients);
             }
             if !is_plain {
-                let cap_slopes = if softcap.is_some() { scores.cap_slopes } else { None };
-                self.apply_scale::<K::Vector>(cap_slopes);
+                let cap_derivatives = if softcap.is_some() { scores.cap_derivatives } else { None };
+                self.apply_scale::<K::Vector>(cap_derivatives);
             }
         }
     }
@@ -108,19 +108,19 @@ impl TileGradient<'_> {
         }
     }
 
-    /// Turns the gradients of scores into gradients of products.
+    /// Turns the gradients of scores into gradients of products. `cap_derivatives` are the derivatives of the softcap.
     ///
     /// # Safety
     /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn apply_scale<V: Vector>(&self, slopes: Option<*mut f32>) {
+    unsafe fn apply_scale<V: Vector>(&self, cap_derivatives: Option<*mut f32>) {
         // SAFETY: as this method's contract.
         unsafe {
             let scale = V::splat(self.scale);
             for at in self.scores.offsets::<V>() {
                 let mut gradient = V::load(self.gradients.add(at));
-                if let Some(slopes) = slopes {
-                    let capped = gradient.mul(V::load(slopes.add(at)));
+                if let Some(derivatives) = cap_derivatives {
+                    let capped = gradient.mul(V::load(derivatives.add(at)));
                     // A masked score may be any number, and its derivative NaN.
                     let is_zero = gradient.abs().less_than(V::splat(f32::MIN_POSITIVE));
                     gradient = V::select(is_zero, gradient, capped);
@@ -133,7 +133,7 @@ impl TileGradient<'_> {
 
 /// The memory that a task adds the gradients of score modifiers to.
 #[derive(Clone, Copy)]
-pub(super) struct ModifierGradients {
+pub(super) struct TileModifierGradients {
     /// The gradient of the bias: sums of the task if queries share entries.
     pub bias: Option<GradientOutput>,
     /// The task's sums for the relative bias of the group, in the order of its table.
@@ -142,7 +142,7 @@ pub(super) struct ModifierGradients {
     pub slopes: Option<SharedPtr<f32>>,
 }
 
-impl ModifierGradients {
+impl TileModifierGradients {
     /// Adds the gradients of a tile's scores (keys, panel).
     ///
     /// # Safety
@@ -173,7 +173,12 @@ impl ModifierGradients {
     /// # Safety
     /// As [`add`](Self::add).
     #[inline(always)]
-    unsafe fn add_slopes<V: Vector>(slopes: SharedPtr<f32>, scores: &TileScores, alibi: &Alibi, gradients: *const f32) {
+    unsafe fn add_slopes<V: Vector>(
+        slopes: SharedPtr<f32>,
+        scores: &TileScores,
+        alibi: &TileAlibi,
+        gradients: *const f32,
+    ) {
         let dims = &scores.inputs.dims;
         let rows = || scores.tile.rows.clone().map(|row| dims.row(scores.tile.kv, row));
         let mut positions = [0f32; MAX_COLUMNS];

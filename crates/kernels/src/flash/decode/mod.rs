@@ -14,12 +14,11 @@ mod products;
 
 use std::ops::Range;
 
-use super::call::AttentionCall;
-use super::dims::{AttentionDims, KvHead};
+use super::call::ForwardCall;
 use super::epilogue::Partials;
 use super::inputs::{KeysValues, ScoreInputs, query_row};
 use super::options::SoftmaxStats;
-use super::pack::HeadRows;
+use super::pack::KvHeadRows;
 use super::scores::TileScores;
 use super::softmax::TileSoftmax;
 use super::state::PanelState;
@@ -27,6 +26,7 @@ use super::tasks::{KV_SPLIT, workers};
 use super::tile::{Tile, intersection};
 use crate::cpu::{Kernel, Layout, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector, for_each_task};
 use crate::number::{Number, Stored, Strided, widen_row};
+use candle_attention_call::{AttentionDims, KvHead};
 use products::{AccumulateAttended, KEY_BLOCK, Multiply, Operand, OutputRows, Products};
 
 /// The most rows that are decoded on any instruction set.
@@ -44,23 +44,25 @@ pub(super) const fn max_rows<K: Kernel>() -> usize {
 /// # Safety
 /// The processor has the instruction set of V.
 pub(super) unsafe fn run<V: Vector, E: Number, S: Stored>(
-    call: &AttentionCall<E>,
+    call: &ForwardCall<E>,
     keys_values: &KeysValues<S>,
 ) -> Option<()> {
-    let inputs = &call.inputs;
+    let inputs = &call.checked.inputs;
     let values = &keys_values.v;
     // SAFETY: the processor has the instruction set of V; the operands of a step belong to the call.
     run_parts(call, V::LAYOUT, group_rows::<V>(&inputs.dims), size_of::<S>(), &|step| unsafe {
         match step {
-            DecodeStep::WidenQueries { kv, to } => V::run_simd(WidenQueries { q: &call.q, inputs, kv, queries: to }),
+            DecodeStep::WidenQueries { kv, to } => {
+                V::run_simd(WidenQueries { q: &call.checked.q, inputs, kv, queries: to })
+            }
             DecodeStep::MultiplyKeys(products) => V::run_simd(Multiply { rows: &keys_values.k, products }),
             DecodeStep::MultiplyValues(products) => V::run_simd(Multiply { rows: values, products }),
             DecodeStep::Softmax(softmax) => V::run_simd(softmax),
             DecodeStep::CheckFinite { kv, keys, are_finite } => {
-                *are_finite &= HeadRows::new(values, *kv, keys.clone()).are_finite();
+                *are_finite &= KvHeadRows::new(values, *kv, keys.clone()).are_finite();
             }
             DecodeStep::AccumulateAttended { tile, keys, weights, outputs } => {
-                let values = HeadRows::new(values, tile.kv, keys);
+                let values = KvHeadRows::new(values, tile.kv, keys);
                 V::run_simd(AccumulateAttended { inputs, values, tile, weights, outputs });
             }
         }
@@ -94,13 +96,13 @@ struct DecodeMemory {
 
 /// Runs a task for each part of the keys of each key head. Keys and values have `bytes` a number.
 fn run_parts<E: Number>(
-    call: &AttentionCall<E>,
+    call: &ForwardCall<E>,
     layout: Layout,
     group: usize,
     bytes: usize,
     run: &(dyn Fn(DecodeStep) + Sync),
 ) -> Option<()> {
-    let inputs = &call.inputs;
+    let inputs = &call.checked.inputs;
     let dims = &inputs.dims;
     let parts = dims.t_kv.div_ceil(KV_SPLIT).max(1);
     // Rows that fill up the last group have no query.
@@ -166,7 +168,7 @@ impl DecodeTask<'_, '_> {
             }
         }
         // The keys that every row attends to.
-        let all = if self.inputs.options.bool_mask.is_some() { 0..0 } else { self.keys.clone() };
+        let all = if self.inputs.options.boolean_mask.is_some() { 0..0 } else { self.keys.clone() };
         let every = self.tiles.iter().fold(all, |every, tile| intersection(&every, &tile.all_attend));
         // The product of a weight of zero and a value that is not finite is NaN. Most calls mask no key, or few.
         let masked_before = self.keys.start..every.start.min(self.keys.end);
@@ -235,7 +237,7 @@ impl DecodeTask<'_, '_> {
                 scores: self.scores_of(index, keys.start),
                 staging: unused,
                 dropout: unused,
-                cap_slopes: None,
+                cap_derivatives: None,
             },
             depth: rows,
             pairs: unused,

@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector, add_products};
-use crate::flash::dims::KvHead;
 use crate::flash::inputs::{KvMatrix, ScoreInputs};
-use crate::flash::pack::{HeadRows, prefetch_row};
+use crate::flash::pack::{KvHeadRows, prefetch_row};
 use crate::flash::tile::Tile;
 use crate::number::{Stored, load_first};
+use candle_attention_call::KvHead;
 
 /// The number of keys whose rows are read for all groups of queries, and whose values for all of D_v, before the next
 /// keys: they stay in the first cache meanwhile.
@@ -245,7 +245,7 @@ impl<S: Stored> RowProducts<'_, S> {
             let mut weights = scores_or_weights.wrapping_add((keys.start - all.start) * r).cast_const();
             // SAFETY: as this method's contract.
             unsafe {
-                // Sums of a few keys each, and not one over all of them, which would round more.
+                // GradientSums of a few keys each, and not one over all of them, which would round more.
                 let mut all_sums = [V::splat(0.0); MAX_SUMS];
                 let mut all_values = [V::splat(0.0); MAX_VECTORS];
                 let sums = &mut all_sums[..r * n];
@@ -279,7 +279,7 @@ impl<S: Stored> RowProducts<'_, S> {
 /// attends to.
 pub(super) struct AccumulateAttended<'a, 'b, S> {
     pub inputs: &'a ScoreInputs<'b>,
-    pub values: HeadRows<'a, S>,
+    pub values: KvHeadRows<'a, S>,
     pub tile: &'a Tile,
     /// (keys, R).
     pub weights: *const f32,

@@ -1,7 +1,7 @@
 //! The memory of a task for statistics.
 
 use crate::cpu::{MAX_LANES, Scratch};
-use crate::flash::dims::AttentionDims;
+use candle_attention_call::AttentionDims;
 
 /// The number of neighbouring keys whose largest score is found before the largest scores of all keys are: a multiple
 /// of the vectors of every instruction set.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use super::memory::KEY_GROUP;
-use super::output::{MAX_TOP, RequestedStatistics, StatisticsOutput};
+use super::output::{MAX_TOP, StatisticsOutput};
 use crate::cpu::{EXP2_MIN, Kernel, MAX_COLUMNS, MAX_LANES, SimdTask, Vector};
 use crate::flash::epilogue::with_sink;
 use crate::flash::inputs::ScoreInputs;
@@ -13,6 +13,7 @@ use crate::flash::options::{ScoreUnits, SoftmaxStats};
 use crate::flash::state::PanelState;
 use crate::flash::tasks::{AttentionTask, AttentionWorkspace};
 use crate::flash::tile::{Tile, intersection};
+use candle_attention_call::WeightTile;
 
 /// Computes the statistics of some tiles of a key head, whose scores were stored and whose state includes all keys.
 pub(in crate::flash) struct Observe<'a, 'b> {
@@ -200,7 +201,7 @@ impl ScoredTile<'_, '_> {
 
     /// Returns the number of top keys of each query.
     fn top_count(&self) -> usize {
-        self.output.requested.top.min(self.inputs.dims.t_kv)
+        self.output.requested.top_keys.min(self.inputs.dims.t_kv)
     }
 
     /// Writes the requested weights of a group of keys.
@@ -209,7 +210,7 @@ impl ScoredTile<'_, '_> {
     /// As [`observe`](Self::observe).
     unsafe fn write_requested_weights(&self, keys: &Range<usize>, columns: &ColumnStatistics, powers: &Powers) {
         let dims = &self.inputs.dims;
-        let RequestedStatistics { rows, columns: window, .. } = self.output.requested;
+        let Some(WeightTile { queries: rows, keys: window }) = &self.output.requested.tile else { return };
         let requested = intersection(keys, window);
         if rows.is_empty() || requested.is_empty() {
             return;

@@ -5,30 +5,18 @@ use std::sync::atomic::AtomicBool;
 
 use crate::cpu::SharedPtr;
 use crate::error::Error;
-use crate::flash::dims::AttentionDims;
 use crate::flash::memory::zeros;
+use candle_attention_call::{AttentionDims, RequestedStatistics, WeightTile};
 
-/// The most keys that [`RequestedStatistics::top`] may be: each query has a sorted list of them.
+/// The largest [`RequestedStatistics::top_keys`]: each query has a sorted list of these keys.
 pub const MAX_TOP: usize = 32;
-
-/// The statistics that [`attend_with_statistics`](super::attend_with_statistics) computes in addition to entropies and
-/// sums.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct RequestedStatistics {
-    /// The number of the largest weights of each query, at most [`MAX_TOP`].
-    pub top: usize,
-    /// The queries whose weights are returned.
-    pub rows: Range<usize>,
-    /// The keys whose weights are returned.
-    pub columns: Range<usize>,
-}
 
 /// Statistics of the weights before dropout.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Statistics {
     /// The keys with the largest weights of each query, the largest first, for equal scores the lower key first:
-    /// (B, H, T_q, k), where k is the smaller of [`RequestedStatistics::top`] and T_kv. Keys of weight 0 come last, the
-    /// lowest first.
+    /// (B, H, T_q, k), where k is the smaller of [`RequestedStatistics::top_keys`] and T_kv. Keys of weight 0 come
+    /// last, the lowest first.
     pub top_keys: Vec<u32>,
     /// The weights of these keys.
     pub top_weights: Vec<f32>,
@@ -36,7 +24,7 @@ pub struct Statistics {
     pub entropy: Vec<f32>,
     /// The sum of the weights of each key over the queries, (B, H, T_kv).
     pub key_weight_sums: Vec<f32>,
-    /// The requested weights, (B, H, rows, columns).
+    /// The requested weights, (B, H, queries, keys).
     pub weights: Vec<f32>,
 }
 
@@ -45,24 +33,28 @@ impl Statistics {
     ///
     /// # Errors
     /// If the request does not fit the call, or there is no memory.
-    pub(super) fn zeros(dims: &AttentionDims, requested: &RequestedStatistics) -> Result<Self, Error> {
+    pub(in crate::flash) fn zeros(dims: &AttentionDims, requested: &RequestedStatistics) -> Result<Self, Error> {
         let &AttentionDims { b, h, t_q, t_kv, .. } = dims;
-        let RequestedStatistics { top, rows, columns } = requested;
-        check_within("rows", rows, t_q)?;
-        check_within("columns", columns, t_kv)?;
-        if *top > MAX_TOP {
-            return Err(Error::Shape(format!("expected at most {MAX_TOP} top keys, found {top}")));
+        let RequestedStatistics { top_keys, tile } = requested;
+        let mut weights = [b, h, 0, 0];
+        if let Some(WeightTile { queries, keys }) = tile {
+            check_within("queries", queries, t_q)?;
+            check_within("keys", keys, t_kv)?;
+            weights = [b, h, queries.len(), keys.len()];
+        }
+        if *top_keys > MAX_TOP {
+            return Err(Error::Shape(format!("expected at most {MAX_TOP} top keys, found {top_keys}")));
         }
         if u32::try_from(t_kv).is_err() {
             return Err(Error::Shape(format!("expected at most {} keys, found {t_kv}", u32::MAX)));
         }
-        let top_shape = [b, h, t_q, (*top).min(t_kv)];
+        let top_shape = [b, h, t_q, (*top_keys).min(t_kv)];
         Ok(Self {
             top_keys: zeros("statistics", &top_shape)?,
             top_weights: zeros("statistics", &top_shape)?,
             entropy: zeros("statistics", &[b, h, t_q])?,
             key_weight_sums: zeros("statistics", &[b, h, t_kv])?,
-            weights: zeros("statistics", &[b, h, rows.len(), columns.len()])?,
+            weights: zeros("statistics", &weights)?,
         })
     }
 }

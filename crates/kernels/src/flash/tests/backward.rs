@@ -2,13 +2,13 @@
 
 use half::{bf16, f16};
 
-use super::case::{Case, Data, Exact, dims};
+use super::case::{Case, Data, Exact, FOR_BACKWARD, dims};
 use super::{numbers, on_miri_only_scalar};
 use crate::Element;
 use crate::cpu::InstructionSet;
 use crate::flash::{
-    AttentionBackwardProblem, AttentionDims, AttentionGradients, OutputLayout, RequestedGradients, SoftmaxStats,
-    Strided, attend_backward, attend_vec,
+    AttentionBackwardProblem, AttentionDims, AttentionGradients, OutputLayout, PerInput, RequestedGradients, Strided,
+    attend, attend_backward,
 };
 
 /// Runs forward and backward on one instruction set; the gradients of the results are arbitrary numbers.
@@ -20,23 +20,25 @@ fn backward<E: Element + Into<f32>>(
     layout: OutputLayout,
 ) -> AttentionGradients<E> {
     let AttentionDims { h, t_q, d_v, .. } = case.dims;
-    let forward = case.problem(data);
-    let mut stats = Vec::<SoftmaxStats>::new();
-    let output = attend_vec(&forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
+    let forward = case.call(data);
+    let found = attend::<E>(&forward, instruction_set, FOR_BACKWARD).expect("a few rows");
+    let output = found.output;
+    let softmax_stats = &found.softmax_stats.expect("wanted");
     let output_grad = Strided { data: &factors.output[..], strides: [h * t_q * d_v, t_q * d_v, d_v] };
     let lse_grad = Some(&factors.lse[..]);
-    let problem = AttentionBackwardProblem { forward, output: &output, stats: &stats, output_grad, lse_grad };
+    let problem = AttentionBackwardProblem { forward, output: &output, softmax_stats, output_grad, lse_grad };
     let has_modifiers = case.has_modifiers;
-    let bias = has_modifiers.then_some([1, 1, t_q, case.dims.t_kv]);
     let requested = RequestedGradients {
         layout,
-        q: true,
-        k: true,
-        v: true,
-        bias,
-        relative_bias: false,
-        slopes: has_modifiers,
-        sinks: has_modifiers,
+        of: PerInput {
+            q: true,
+            k: true,
+            v: true,
+            bias: has_modifiers,
+            relative_bias: false,
+            alibi_slopes: has_modifiers,
+            sinks: has_modifiers,
+        },
     };
     attend_backward(&problem, instruction_set, requested).expect("a few rows")
 }
@@ -114,7 +116,7 @@ impl Input {
             Self::K => elements(&gradients.k),
             Self::V => elements(&gradients.v),
             Self::Bias => floats(&gradients.bias),
-            Self::Slopes => floats(&gradients.slopes),
+            Self::Slopes => floats(&gradients.alibi_slopes),
             Self::Sinks => floats(&gradients.sinks),
         }
     }

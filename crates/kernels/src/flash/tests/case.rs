@@ -7,8 +7,8 @@ use crate::Element;
 use crate::cpu::InstructionSet;
 use crate::cpu::tests::numbers;
 use crate::flash::{
-    Alibi, AttentionDims, AttentionProblem, Dropout, DropoutMask, KvRows, OutputLayout, ScoreOptions, Strided,
-    WeightIndex, attend_vec, philox_keeps,
+    AttentionCall, AttentionDims, CpuCall, Dropout, DropoutMask, KeysOfQueries, KvScales, OutputLayout,
+    RequestedResults, ScoreModifiers, Strided, View, WeightIndex, attend, philox_keeps,
 };
 
 /// A call and its results in plain loops.
@@ -43,6 +43,10 @@ pub struct Q8 {
     /// The numbers that codes and scales represent.
     pub numbers: Vec<f64>,
 }
+
+/// A call for the output and the input of a backward pass.
+pub const FOR_BACKWARD: RequestedResults =
+    RequestedResults { weights: false, log_sum_exp: false, softmax_stats: true, statistics: None };
 
 /// The weights of a query before dropout, T_kv of them, and the log-sum-exp of its scores.
 pub struct RowWeights {
@@ -117,35 +121,37 @@ impl Case {
         }
     }
 
-    pub fn problem<'a, E>(&'a self, data: &'a Data<E>) -> AttentionProblem<'a, E> {
+    pub fn call<'a, E: Element>(&'a self, data: &'a Data<E>) -> CpuCall<'a> {
         let AttentionDims { h, h_kv, t_q, t_kv, d, d_v, .. } = self.dims;
         let has_modifiers = self.has_modifiers;
-        let scores = ScoreOptions {
+        let scores = ScoreModifiers {
             scale: 0.7,
             softcap: has_modifiers.then_some(2.0),
-            alibi: has_modifiers.then_some(Alibi { slopes: &data.slopes, positions: &data.positions }),
+            alibi_slopes: has_modifiers.then_some(View::list(&data.slopes)),
             relative_bias: None,
-            bias: has_modifiers.then_some(Strided { data: &data.bias, strides: [0, 0, t_kv, 1] }),
-            bool_mask: has_modifiers.then_some(Strided { data: &data.bool_mask, strides: [0, 0, 0, 1] }),
-            sinks: has_modifiers.then_some(&data.sinks),
+            bias: has_modifiers.then_some(Strided { data: &data.bias[..], strides: [0, 0, t_kv, 1] }.into()),
+            boolean_mask: has_modifiers.then_some(Strided { data: &data.bool_mask[..], strides: [0, 0, 0, 1] }.into()),
+            sinks: has_modifiers.then_some(View::list(&data.sinks)),
             dropout: self.dropout.map(|seed| {
-                let mask = if has_modifiers { DropoutMask::KeptBits(&self.kept) } else { DropoutMask::Philox(seed) };
-                Dropout { mask, p: P }
+                let kept_bits = DropoutMask::KeptBits(View::list(&self.kept));
+                Dropout { mask: if has_modifiers { kept_bits } else { DropoutMask::Philox(seed) }, p: P }
             }),
         };
-        let kv_rows = |floats: &'a [E], rows: &'a Q8, width: usize| match self.q8 {
-            true => KvRows::Q8 {
-                codes: Strided { data: &rows.codes, strides: [h_kv * t_kv * width, t_kv * width, width] },
-                scales: Strided { data: &rows.scales, strides: [h_kv * t_kv, t_kv, 1] },
-            },
-            false => Strided { data: floats, strides: [h_kv * t_kv * width, t_kv * width, width] }.into(),
+        let kv_rows = |floats: &'a [E], rows: &'a Q8, width: usize| {
+            let strides = [h_kv * t_kv * width, t_kv * width, width];
+            match self.q8 {
+                true => View::from(Strided { data: &rows.codes[..], strides }),
+                false => Strided { data: floats, strides }.into(),
+            }
         };
-        AttentionProblem {
+        let scales = |rows: &'a Q8| Strided { data: &rows.scales[..], strides: [h_kv * t_kv, t_kv, 1] }.into();
+        AttentionCall {
             dims: self.dims,
-            q: Strided { data: &data.q, strides: [h * t_q * d, t_q * d, d] },
+            q: Strided { data: &data.q[..], strides: [h * t_q * d, t_q * d, d] }.into(),
             k: kv_rows(&data.k, &data.k_q8, d),
             v: kv_rows(&data.v, &data.v_q8, d_v),
-            ranges: &self.ranges,
+            kv_scales: self.q8.then(|| KvScales { k: scales(&data.k_q8), v: scales(&data.v_q8) }),
+            keys: KeysOfQueries { ranges: &self.ranges, positions: &data.positions, ..Default::default() },
             scores,
             output_layout: OutputLayout::Bhtd,
         }
@@ -208,12 +214,13 @@ impl Case {
     /// Returns the largest difference between the kernel and plain loops in f64, on one instruction set.
     pub fn difference<E: Element + Into<f32>>(&self, instruction_set: InstructionSet) -> f64 {
         let data = self.data::<E>();
-        let mut lse = Vec::new();
-        let output = attend_vec(&self.problem(&data), instruction_set, Some(&mut lse), None).expect("a few rows");
+        let wanted = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
+        let found = attend::<E>(&self.call(&data), instruction_set, wanted).expect("a few rows");
+        let lse = found.log_sum_exp.expect("requested");
         let exact = self.exact(&data.clone().widened(self.q8));
         assert!(lse.iter().zip(&exact.lse).all(|(x, expected)| expected.is_finite() || f64::from(*x) == *expected));
         let mut largest = 0f64;
-        let outputs = output.into_iter().map(|x| f64::from(x.into())).zip(exact.output);
+        let outputs = found.output.into_iter().map(|x| f64::from(x.into())).zip(exact.output);
         for (x, expected) in outputs.chain(lse.into_iter().map(f64::from).zip(exact.lse)) {
             if x != expected && expected != f64::NEG_INFINITY {
                 largest = largest.max((x - expected).abs());

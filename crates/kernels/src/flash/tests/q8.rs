@@ -3,7 +3,10 @@
 use super::case::{Q8, quantized};
 use super::{numbers, on_miri_only_scalar};
 use crate::cpu::InstructionSet;
-use crate::flash::{AttentionDims, AttentionProblem, KvRows, OutputLayout, ScoreOptions, Strided, attend_vec};
+use crate::flash::{
+    AttentionCall, AttentionDims, KeysOfQueries, KvScales, OutputLayout, RequestedResults, ScoreModifiers, Strided,
+    attend,
+};
 
 /// Computes a call of 8 bits over heads of 16 numbers, whose last query attends to all keys and each query before it to
 /// one key less.
@@ -11,20 +14,19 @@ fn attend_q8(instruction_set: InstructionSet, t_q: usize, codes: &[u8], scales: 
     let d = 16;
     let t_kv = scales.len();
     let q: Vec<f32> = numbers(t_q * d, 7);
-    let rows = KvRows::Q8 {
-        codes: Strided { data: codes, strides: [0, 0, d] },
-        scales: Strided { data: scales, strides: [0, 0, 1] },
-    };
-    let problem = AttentionProblem {
+    let rows = Strided { data: codes, strides: [0, 0, d] }.into();
+    let scales = Strided { data: scales, strides: [0, 0, 1] }.into();
+    let call = AttentionCall {
         dims: AttentionDims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d, d_v: d },
-        q: Strided { data: &q, strides: [0, 0, d] },
+        q: Strided { data: &q, strides: [0, 0, d] }.into(),
         k: rows,
         v: rows,
-        ranges: &(1..=t_q).map(|i| 0..t_kv + i - t_q).collect::<Vec<_>>(),
-        scores: ScoreOptions::default(),
+        kv_scales: Some(KvScales { k: scales, v: scales }),
+        keys: KeysOfQueries { ranges: &(1..=t_q).map(|i| 0..t_kv + i - t_q).collect::<Vec<_>>(), ..Default::default() },
+        scores: ScoreModifiers::default(),
         output_layout: OutputLayout::Bhtd,
     };
-    attend_vec(&problem, instruction_set, None, None).expect("a few rows")
+    attend(&call, instruction_set, RequestedResults::default()).expect("a few rows").output
 }
 
 /// Uses the scale that a cache stores for a row with a number that is not finite.

@@ -6,13 +6,14 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::case::Case;
+use super::case::{Case, FOR_BACKWARD};
 use super::{numbers, on_miri_only_scalar};
 use crate::Element;
 use crate::cpu::InstructionSet;
+use crate::flash::relative_bias::TileRelativeBias;
 use crate::flash::{
-    AttentionBackwardProblem, AttentionDims, AttentionGradients, AttentionProblem, OutputLayout, RelativeBias,
-    RequestedGradients, ScoreOptions, SoftmaxStats, Strided, attend_backward, attend_vec,
+    AttentionBackwardProblem, AttentionCall, AttentionDims, AttentionGradients, CpuCall, Diagonals, KeysOfQueries,
+    OutputLayout, PerInput, RequestedGradients, RequestedResults, ScoreModifiers, Strided, attend, attend_backward,
 };
 
 /// The positions of the queries of a sequence relative to its keys.
@@ -50,9 +51,9 @@ impl Biases {
         Self { len, of_sequence, data, origins: (0..dims.b * dims.t_q).map(origin).collect() }
     }
 
-    fn bias(&self) -> RelativeBias<'_> {
+    fn bias(&self) -> TileRelativeBias<'_> {
         let rows = Strided { data: &self.data[..], strides: [self.of_sequence, self.len] };
-        RelativeBias { rows, len: self.len, origins: &self.origins }
+        TileRelativeBias { rows, len: self.len, origins: &self.origins }
     }
 
     /// Removes the keys without an entry from the ranges.
@@ -77,6 +78,13 @@ impl Biases {
     }
 }
 
+/// Adds a relative bias to a call.
+fn with_relative_bias<'a>(mut call: CpuCall<'a>, bias: TileRelativeBias<'a>) -> CpuCall<'a> {
+    call.scores.relative_bias = Some(bias.rows.into());
+    call.keys.diagonals = Diagonals { len: bias.len, origins: bias.origins };
+    call
+}
+
 /// The output of a call and the requested gradients.
 struct OutputAndGradients<E> {
     output: Vec<E>,
@@ -85,17 +93,19 @@ struct OutputAndGradients<E> {
 
 /// Runs forward and backward, with arbitrary gradients of the output.
 fn differentiate<E: Element>(
-    forward: &AttentionProblem<E>,
+    forward: &CpuCall,
     instruction_set: InstructionSet,
-    requested: RequestedGradients,
+    wanted: PerInput<bool>,
 ) -> OutputAndGradients<E> {
     let AttentionDims { b, h, t_q, d_v, .. } = forward.dims;
-    let mut stats = Vec::<SoftmaxStats>::new();
-    let output = attend_vec(forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
+    let found = attend::<E>(forward, instruction_set, FOR_BACKWARD).expect("a few rows");
+    let output = found.output;
+    let softmax_stats = &found.softmax_stats.expect("requested");
     let factors: Vec<E> = numbers(b * h * t_q * d_v, 20);
     let output_grad = Strided { data: &factors[..], strides: [h * t_q * d_v, t_q * d_v, d_v] };
     let problem =
-        AttentionBackwardProblem { forward: *forward, output: &output, stats: &stats, output_grad, lse_grad: None };
+        AttentionBackwardProblem { forward: *forward, output: &output, softmax_stats, output_grad, lse_grad: None };
+    let requested = RequestedGradients { layout: OutputLayout::Bhtd, of: wanted };
     let gradients = attend_backward(&problem, instruction_set, requested).expect("a few rows");
     OutputAndGradients { output, gradients }
 }
@@ -112,17 +122,14 @@ fn check_against_dense_bias<E: Element + Into<f32> + PartialEq + std::fmt::Debug
     let data = case.data::<E>();
     let entries = biases.entries(&dims);
     let dense: Vec<f32> = entries.iter().map(|entry| entry.map_or(0.0, |entry| biases.data[entry])).collect();
-    let mut by_distance = case.problem(&data);
-    by_distance.scores.relative_bias = Some(biases.bias());
-    let mut by_pair = case.problem(&data);
+    let by_distance = with_relative_bias(case.call(&data), biases.bias());
+    let mut by_pair = case.call(&data);
     let strides = [dims.h * dims.t_q * dims.t_kv, dims.t_q * dims.t_kv, dims.t_kv, 1];
-    by_pair.scores.bias = Some(Strided { data: &dense, strides });
-    let operands = RequestedGradients { q: true, k: true, v: true, ..Default::default() };
+    by_pair.scores.bias = Some(Strided { data: &dense[..], strides }.into());
+    let operands = PerInput { q: true, k: true, v: true, ..Default::default() };
     for instruction_set in on_miri_only_scalar() {
-        let found =
-            differentiate(&by_distance, instruction_set, RequestedGradients { relative_bias: true, ..operands });
-        let full = Some([dims.b, dims.h, dims.t_q, dims.t_kv]);
-        let expected = differentiate(&by_pair, instruction_set, RequestedGradients { bias: full, ..operands });
+        let found = differentiate::<E>(&by_distance, instruction_set, PerInput { relative_bias: true, ..operands });
+        let expected = differentiate::<E>(&by_pair, instruction_set, PerInput { bias: true, ..operands });
         assert_eq!(found.output, expected.output, "{instruction_set}, {dims:?}");
         let found = found.gradients;
         let expected = expected.gradients;
@@ -160,27 +167,27 @@ fn relative_bias_outside_of_its_slice_is_refused() {
     let case = Case::new(AttentionDims { b: 1, h: 2, h_kv: 2, t_q: 3, t_kv: 4, d: 2, d_v: 2 }, false, false);
     let data = case.data::<f32>();
     let biases = Biases::new(&case.dims, Origins::Diagonals, true);
-    let error = |bias: RelativeBias| {
-        let mut problem = case.problem(&data);
-        problem.scores.relative_bias = Some(bias);
-        attend_vec(&problem, InstructionSet::Scalar, None, None).expect_err("too short").to_string()
+    let error = |bias: TileRelativeBias| {
+        let call = with_relative_bias(case.call(&data), bias);
+        attend::<f32>(&call, InstructionSet::Scalar, RequestedResults::default()).expect_err("too short").to_string()
     };
     let rows = biases.bias().rows;
     let short = Strided { data: &biases.data[1..], ..rows };
-    assert!(error(RelativeBias { rows: short, ..biases.bias() }).contains("relative bias of [1, 2] entries"));
-    assert!(error(RelativeBias { origins: &[0; 2], ..biases.bias() }).contains("origins"));
+    assert!(error(TileRelativeBias { rows: short, ..biases.bias() }).contains("relative bias of [1, 2] entries"));
+    assert!(error(TileRelativeBias { origins: &[0; 2], ..biases.bias() }).contains("origins"));
     assert_eq!(
-        error(RelativeBias { origins: &[2, 1, 3], ..biases.bias() }),
+        error(TileRelativeBias { origins: &[2, 1, 3], ..biases.bias() }),
         "query 2 of sequence 0 (origin 3, keys 0..4) reads entries 3..7 of the relative bias, \
          expected entries within 0..6"
     );
     assert_eq!(
-        error(RelativeBias { origins: &[2, -1, 0], ..biases.bias() }),
+        error(TileRelativeBias { origins: &[2, -1, 0], ..biases.bias() }),
         "query 1 of sequence 0 (origin -1, keys 0..4) reads entries -1..3 of the relative bias, \
          expected entries within 0..6"
     );
     assert!(
-        error(RelativeBias { rows: Strided { data: &[], ..rows }, len: 0, ..biases.bias() }).contains("within 0..0")
+        error(TileRelativeBias { rows: Strided { data: &[], ..rows }, len: 0, ..biases.bias() })
+            .contains("within 0..0")
     );
 }
 
@@ -190,15 +197,14 @@ fn relative_bias_without_entries_is_accepted_by_fully_masked_queries() {
         let dims = AttentionDims { b: 2, h: 4, h_kv: 2, t_q, t_kv: 5, d: 2, d_v: 2 };
         let case = Case { ranges: vec![3..3; 2 * t_q], ..Case::new(dims, false, false) };
         let tensors = case.data::<f32>();
-        let mut problem = case.problem(&tensors);
         let origins = vec![i64::MIN; 2 * t_q];
         let rows = Strided { data, strides: [usize::MAX, 7] };
-        problem.scores.relative_bias = Some(RelativeBias { rows, len: 0, origins: &origins });
+        let call = with_relative_bias(case.call(&tensors), TileRelativeBias { rows, len: 0, origins: &origins });
         for instruction_set in InstructionSet::available() {
-            let found = differentiate(
-                &problem,
+            let found = differentiate::<f32>(
+                &call,
                 instruction_set,
-                RequestedGradients { q: true, relative_bias: true, ..Default::default() },
+                PerInput { q: true, relative_bias: true, ..Default::default() },
             );
             assert!(found.output.iter().all(|&x| x == 0.0), "{instruction_set}");
             assert_eq!(found.gradients.relative_bias, Some(Vec::new()), "{instruction_set}");
@@ -219,21 +225,22 @@ fn relative_bias_of_distant_keys_matches_near_keys() {
         let repeated = Strided { data: &one[..], strides: [0; 3] };
         let origins: Vec<_> = (0..t_q).rev().map(|diagonal| diagonal as i64 - first as i64).collect();
         let rows = Strided { data: &biases[..], strides: [0, len] };
-        let problem = AttentionProblem {
+        let call = AttentionCall {
             dims: AttentionDims { b: 1, h: 2, h_kv: 1, t_q, t_kv, d: 1, d_v: 1 },
-            q: Strided { data: &q, strides: [0, t_q, 1] },
+            q: Strided { data: &q[..], strides: [0, t_q, 1] }.into(),
             k: repeated.into(),
             v: repeated.into(),
-            ranges: &vec![first..first + 3; t_q],
-            scores: ScoreOptions {
-                relative_bias: Some(RelativeBias { rows, len, origins: &origins }),
+            kv_scales: None,
+            keys: KeysOfQueries {
+                ranges: &vec![first..first + 3; t_q],
+                diagonals: Diagonals { len, origins: &origins },
                 ..Default::default()
             },
+            scores: ScoreModifiers { relative_bias: Some(rows.into()), ..Default::default() },
             output_layout: OutputLayout::Bhtd,
         };
-        let mut lse = Vec::new();
-        attend_vec(&problem, InstructionSet::Scalar, Some(&mut lse), None).expect("a few rows");
-        lse
+        let wanted = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
+        attend::<f32>(&call, InstructionSet::Scalar, wanted).expect("a few rows").log_sum_exp.expect("requested")
     };
     let near = lse_of(0);
     for (n, (far, expected)) in lse_of(t_kv - 3).into_iter().zip(near).enumerate() {

@@ -3,12 +3,13 @@
 
 use half::bf16;
 
+use super::case::FOR_BACKWARD;
 use super::numbers;
 use crate::Element;
 use crate::cpu::InstructionSet;
 use crate::flash::{
-    Alibi, AttentionBackwardProblem, AttentionDims, AttentionProblem, OutputLayout, RequestedGradients, ScoreOptions,
-    SoftmaxStats, Strided, attend_backward, attend_vec,
+    AttentionBackwardProblem, AttentionCall, AttentionDims, KeysOfQueries, OutputLayout, PerInput, RequestedGradients,
+    ScoreModifiers, Strided, View, attend, attend_backward,
 };
 
 /// Returns the bits of all gradients for each thread pool.
@@ -24,43 +25,48 @@ fn gradients<E: Element + Into<f32>>(
     let rows = |data, heads, t, width| Strided { data, strides: [heads * t * width, t * width, width] };
     let bias = numbers::<f32>(shape.iter().product(), 4);
     let stride = |n: usize| if shape[n] == 1 { 0 } else { shape[n + 1..].iter().product() };
-    let bias = Strided { data: &bias[..], strides: std::array::from_fn(stride) };
+    let bias = Strided::<f32, 4> { data: &bias[..], strides: std::array::from_fn(stride) };
     let slopes = numbers::<f32>(h, 5);
     let positions = vec![0.0; b * t_q];
     let sinks = numbers::<f32>(h, 6);
-    let alibi = Some(Alibi { slopes: &slopes, positions: &positions });
     // Each query attends to a few keys, so that tiles follow each other soon.
     let range = |query: usize| query.saturating_sub(3).min(t_kv)..(query + 4).min(t_kv);
-    let forward = AttentionProblem {
+    let forward = AttentionCall {
         dims,
-        q: rows(&q, h, t_q, d),
+        q: rows(&q, h, t_q, d).into(),
         k: rows(&k, h_kv, t_kv, d).into(),
         v: rows(&v, h_kv, t_kv, d_v).into(),
-        ranges: &(0..b * t_q).map(|row| range(row % t_q)).collect::<Vec<_>>(),
-        scores: ScoreOptions { softcap: Some(3.0), alibi, bias: Some(bias), sinks: Some(&sinks), ..Default::default() },
+        kv_scales: None,
+        keys: KeysOfQueries {
+            ranges: &(0..b * t_q).map(|row| range(row % t_q)).collect::<Vec<_>>(),
+            positions: &positions,
+            ..Default::default()
+        },
+        scores: ScoreModifiers {
+            softcap: Some(3.0),
+            alibi_slopes: Some(View::list(&slopes)),
+            bias: Some(bias.into()),
+            sinks: Some(View::list(&sinks)),
+            ..Default::default()
+        },
         output_layout: OutputLayout::Bhtd,
     };
-    let mut stats = Vec::<SoftmaxStats>::new();
-    let output = attend_vec(&forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
+    let found = attend::<E>(&forward, instruction_set, FOR_BACKWARD).expect("a few rows");
+    let output = found.output;
+    let softmax_stats = &found.softmax_stats.expect("wanted");
     let factors = numbers(output.len(), 7);
     let output_grad = rows(&factors, h, t_q, d_v);
-    let problem = AttentionBackwardProblem { forward, output: &output, stats: &stats, output_grad, lse_grad: None };
+    let problem = AttentionBackwardProblem { forward, output: &output, softmax_stats, output_grad, lse_grad: None };
     let requested = RequestedGradients {
         layout: OutputLayout::Bhtd,
-        q: true,
-        k: true,
-        v: true,
-        bias: Some(shape),
-        relative_bias: false,
-        slopes: true,
-        sinks: true,
+        of: PerInput { q: true, k: true, v: true, bias: true, relative_bias: false, alibi_slopes: true, sinks: true },
     };
     let run = || {
         let found = attend_backward(&problem, instruction_set, requested).expect("a few rows");
         let wide = |gradient: Option<Vec<E>>| gradient.expect("requested").into_iter().map(Into::into);
         let of_f32 = |gradient: Option<Vec<f32>>| gradient.expect("requested");
         let elements = wide(found.q).chain(wide(found.k)).chain(wide(found.v));
-        let others = [of_f32(found.bias), of_f32(found.slopes), of_f32(found.sinks)].into_iter().flatten();
+        let others = [of_f32(found.bias), of_f32(found.alibi_slopes), of_f32(found.sinks)].into_iter().flatten();
         elements.chain(others).map(f32::to_bits).collect()
     };
     pools.iter().map(|pool| pool.install(run)).collect()

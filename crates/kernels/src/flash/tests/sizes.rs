@@ -1,9 +1,10 @@
 //! The smallest and largest dimensions.
 
+use super::case::FOR_BACKWARD;
 use crate::cpu::InstructionSet;
 use crate::flash::{
-    AttentionBackwardProblem, AttentionDims, AttentionProblem, Dropout, DropoutMask, OutputLayout, RequestedGradients,
-    ScoreOptions, Strided, attend, attend_backward, attend_vec,
+    AttentionBackwardProblem, AttentionCall, AttentionDims, Dropout, DropoutMask, KeysOfQueries, OutputLayout,
+    PerInput, RequestedGradients, ScoreModifiers, Strided, View, attend, attend_backward,
 };
 
 /// Dimensions that need no memory alone may have a product that overflows: such calls are computed, or refused.
@@ -26,30 +27,26 @@ fn count_computed_and_refused(counts: &[usize]) -> (usize, usize) {
         let dims = AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v };
         let ranges = vec![0..t_kv.min(3); b.saturating_mul(t_q).min(400)];
         let rows = Strided { data: &data[..], strides: [0; 3] };
-        let mask = DropoutMask::KeptBits(&[255; 20]);
+        let mask = DropoutMask::KeptBits(View::list(&[255u8; 20]));
         for dropout in [None, Some(Dropout { mask, p: 0.5 })] {
-            let bias = Some(Strided { data: &data[..], strides: [0; 4] });
-            let scores = ScoreOptions { dropout, bias, ..Default::default() };
-            let q = rows;
-            let k = rows.into();
-            let v = rows.into();
+            let bias = Some(Strided { data: &data[..], strides: [0; 4] }.into());
+            let scores = ScoreModifiers { dropout, bias, ..Default::default() };
+            let all_rows = rows.into();
             let output_layout = OutputLayout::Bhtd;
-            let forward = AttentionProblem { dims, q, k, v, ranges: &ranges, scores, output_layout };
-            // Results of a wrong length.
-            let _ = attend(&forward, InstructionSet::Scalar, &mut [], Some(&mut []), None);
-            let mut stats = Vec::new();
-            let output = attend_vec(&forward, InstructionSet::Scalar, None, Some(&mut stats)).unwrap_or_default();
-            let problem =
-                AttentionBackwardProblem { forward, output: &output, stats: &stats, output_grad: rows, lse_grad: None };
+            let keys = KeysOfQueries { ranges: &ranges, ..Default::default() };
+            let (q, k, v) = (all_rows, all_rows, all_rows);
+            let forward = AttentionCall { dims, q, k, v, kv_scales: None, keys, scores, output_layout };
+            let found = attend::<f32>(&forward, InstructionSet::Scalar, FOR_BACKWARD).unwrap_or_default();
+            let problem = AttentionBackwardProblem {
+                forward,
+                output: &found.output,
+                softmax_stats: &found.softmax_stats.unwrap_or_default(),
+                output_grad: rows,
+                lse_grad: None,
+            };
             for (of_queries, of_keys) in [(true, false), (false, true), (true, true)] {
-                let bias_shape = of_keys.then_some([b, h, t_q, t_kv]);
-                let requested = RequestedGradients {
-                    q: of_queries,
-                    k: of_keys,
-                    v: of_keys,
-                    bias: bias_shape,
-                    ..Default::default()
-                };
+                let of = PerInput { q: of_queries, k: of_keys, v: of_keys, bias: of_keys, ..Default::default() };
+                let requested = RequestedGradients { layout: output_layout, of };
                 match attend_backward(&problem, InstructionSet::Scalar, requested) {
                     Ok(gradients) => {
                         let len = |is_requested: bool, shape: [usize; 4]| {
@@ -82,24 +79,30 @@ fn unused_strides_of_any_size_are_accepted() {
             let any = usize::MAX;
             let of_heads = if d == 0 { usize::MAX } else { 0 };
             let rows = Strided { data: &data[..], strides: [any, of_heads, any] };
-            let k = rows.into();
-            let v = rows.into();
-            let ranges = vec![0..t; t];
-            let scores = ScoreOptions::default();
-            let output_layout = OutputLayout::Bhtd;
-            let forward = AttentionProblem { dims, q: rows, k, v, ranges: &ranges, scores, output_layout };
+            let all_rows = rows.into();
+            let forward = AttentionCall {
+                dims,
+                q: all_rows,
+                k: all_rows,
+                v: all_rows,
+                kv_scales: None,
+                keys: KeysOfQueries { ranges: &vec![0..t; t], ..Default::default() },
+                scores: ScoreModifiers::default(),
+                output_layout: OutputLayout::Bhtd,
+            };
             for instruction_set in InstructionSet::available() {
-                let mut stats = Vec::new();
-                let output = attend_vec(&forward, instruction_set, None, Some(&mut stats)).expect("a few rows");
+                let found = attend::<f32>(&forward, instruction_set, FOR_BACKWARD).expect("a few rows");
+                let output = found.output;
                 assert!(output.iter().all(|&x| x == 0.5), "{instruction_set}, {dims:?}: {output:?}");
                 let problem = AttentionBackwardProblem {
                     forward,
                     output: &output,
-                    stats: &stats,
+                    softmax_stats: &found.softmax_stats.expect("wanted"),
                     output_grad: rows,
                     lse_grad: None,
                 };
-                let requested = RequestedGradients { q: true, k: true, v: true, ..Default::default() };
+                let of = PerInput { q: true, k: true, v: true, ..Default::default() };
+                let requested = RequestedGradients { layout: OutputLayout::Bhtd, of };
                 let gradients = attend_backward(&problem, instruction_set, requested).expect("a few rows");
                 // The gradient of a weight of 1, which does not depend on the query, is zero.
                 assert!(gradients.q.into_iter().flatten().all(|x| x == 0.0), "{instruction_set}, {dims:?}");

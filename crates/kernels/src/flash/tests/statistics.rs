@@ -6,8 +6,8 @@ use super::case::{Case, QueryIndex, RowWeights, dims};
 use super::on_miri_only_scalar;
 use crate::cpu::InstructionSet;
 use crate::flash::{
-    AttentionDims, AttentionProblem, OutputLayout, RequestedStatistics, ScoreOptions, Statistics, Strided, attend_vec,
-    attend_with_statistics,
+    AttentionCall, AttentionDims, KeysOfQueries, OutputLayout, RequestedResults, RequestedStatistics, ScoreModifiers,
+    Statistics, Strided, WeightTile, attend,
 };
 use crate::{Element, Error};
 
@@ -17,11 +17,14 @@ fn check<E: Element + Into<f32> + PartialEq>(case: &Case, instruction_set: Instr
     let AttentionDims { b, h, t_q, t_kv, .. } = case.dims;
     let rows = t_q / 3..t_q;
     let columns = 0..t_kv.div_ceil(2);
-    let options = RequestedStatistics { top, rows: rows.clone(), columns: columns.clone() };
+    let tile = WeightTile { queries: rows.clone(), keys: columns.clone() };
+    let options = RequestedStatistics { top_keys: top, tile: Some(tile) };
     let data = case.data::<E>();
-    let problem = case.problem(&data);
-    let (output, found) = attend_with_statistics(&problem, instruction_set, &options).expect("a few rows");
-    let without = attend_vec(&problem, instruction_set, None, None).expect("a few rows");
+    let call = case.call(&data);
+    let results = attend::<E>(&call, instruction_set, with_statistics(&options)).expect("a few rows");
+    let output = results.output;
+    let found = results.statistics.expect("requested");
+    let without = attend::<E>(&call, instruction_set, RequestedResults::default()).expect("a few rows").output;
     let near = |x: f32, exact: f64, what: &str| {
         assert!((f64::from(x) - exact).abs() <= tolerance * (1.0 + exact.abs()), "{what}: {x}, not {exact}");
     };
@@ -80,27 +83,34 @@ fn statistics_with_causal_softcap_alibi_sinks_dropout_match_plain_loops() {
     }
 }
 
+/// Returns a request for statistics.
+fn with_statistics(requested: &RequestedStatistics) -> RequestedResults<'_> {
+    RequestedResults { statistics: Some(requested), ..RequestedResults::default() }
+}
+
 /// Computes the statistics of one head, causal if there is a query for each key.
 fn one_head(keys: &[f32], queries: &[f32], options: &RequestedStatistics) -> Result<Statistics, Error> {
     let t_q = queries.len();
     let t_kv = keys.len();
     let rows = |data| Strided { data, strides: [0, 0, 1] };
     let end = |query: usize| if t_q == t_kv { query + 1 } else { t_kv };
-    let problem = AttentionProblem {
+    let call = AttentionCall {
         dims: AttentionDims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d: 1, d_v: 1 },
-        q: rows(queries),
+        q: rows(queries).into(),
         k: rows(keys).into(),
         v: rows(keys).into(),
-        ranges: &(0..t_q).map(|query| 0..end(query)).collect::<Vec<_>>(),
-        scores: ScoreOptions::default(),
+        kv_scales: None,
+        keys: KeysOfQueries { ranges: &(0..t_q).map(|query| 0..end(query)).collect::<Vec<_>>(), ..Default::default() },
+        scores: ScoreModifiers::default(),
         output_layout: OutputLayout::Bhtd,
     };
-    Ok(attend_with_statistics(&problem, InstructionSet::available()[0], options)?.1)
+    let found = attend::<f32>(&call, InstructionSet::available()[0], with_statistics(options))?;
+    Ok(found.statistics.expect("requested"))
 }
 
 #[test]
 fn statistics_list_lower_keys_first_and_masked_keys_last() -> Result<(), Error> {
-    let top = |top| RequestedStatistics { top, ..Default::default() };
+    let top = |top_keys| RequestedStatistics { top_keys, tile: None };
     let keys: Vec<f32> = (0..500).map(|key| if key % 100 == 3 { 2.0 } else { 1.0 }).collect();
     let equal = one_head(&keys, &[1.0], &top(8))?;
     assert_eq!(equal.top_keys, [3, 103, 203, 303, 403, 0, 1, 2]);
@@ -120,15 +130,16 @@ fn statistics_list_lower_keys_first_and_masked_keys_last() -> Result<(), Error> 
 
 #[test]
 fn statistics_outside_of_the_call_are_refused() {
-    let options = RequestedStatistics { top: 1, rows: 0..2, columns: 0..3 };
+    let tile = WeightTile { queries: 0..2, keys: 0..3 };
+    let options = RequestedStatistics { top_keys: 1, tile: Some(tile.clone()) };
+    let with_tile = |other| RequestedStatistics { tile: Some(other), ..options.clone() };
     let error = |requested| one_head(&[1.0; 3], &[1.0; 2], &requested).expect_err("not there").to_string();
     assert!(one_head(&[1.0; 3], &[1.0; 2], &options).is_ok());
-    assert_eq!(error(RequestedStatistics { rows: 1..3, ..options.clone() }), "expected rows within 0..2, found 1..3");
-    assert_eq!(
-        error(RequestedStatistics { columns: 0..4, ..options.clone() }),
-        "expected columns within 0..3, found 0..4"
-    );
-    let found = error(RequestedStatistics { top: 33, ..options });
+    let later_queries = with_tile(WeightTile { queries: 1..3, ..tile.clone() });
+    assert_eq!(error(later_queries), "expected queries within 0..2, found 1..3");
+    let later_keys = with_tile(WeightTile { keys: 0..4, ..tile });
+    assert_eq!(error(later_keys), "expected keys within 0..3, found 0..4");
+    let found = error(RequestedStatistics { top_keys: 33, ..options.clone() });
     assert_eq!(found, "expected at most 32 top keys, found 33");
 }
 
@@ -136,11 +147,13 @@ fn statistics_outside_of_the_call_are_refused() {
 fn statistics_are_equal_for_any_number_of_threads() {
     let case = Case::new(dims(2, 700, 700, 8, 4), true, false);
     let data = case.data::<f32>();
-    let options = RequestedStatistics { top: 4, ..Default::default() };
+    let options = RequestedStatistics { top_keys: 4, tile: None };
     let run = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
         pool.install(|| {
-            attend_with_statistics(&case.problem(&data), InstructionSet::available()[0], &options).expect("a few rows")
+            let found = attend::<f32>(&case.call(&data), InstructionSet::available()[0], with_statistics(&options));
+            let found = found.expect("a few rows");
+            (found.output, found.statistics)
         })
     };
     assert_eq!(run(1), run(3));
@@ -153,17 +166,19 @@ fn statistics_of_nan_reach_only_its_query() {
     let k = [0.5, 1.0, 0.25];
     let v = [1.0, 2.0, 3.0];
     for instruction_set in InstructionSet::available() {
-        let problem = AttentionProblem {
+        let call = AttentionCall {
             dims: AttentionDims { b: 1, h: 2, h_kv: 1, t_q: 1, t_kv: 3, d: 1, d_v: 1 },
-            q: Strided { data: &q, strides: [2, 1, 1] },
+            q: Strided { data: &q, strides: [2, 1, 1] }.into(),
             k: Strided { data: &k, strides: [3, 3, 1] }.into(),
             v: Strided { data: &v, strides: [3, 3, 1] }.into(),
-            ranges: &[0..3],
-            scores: ScoreOptions::default(),
+            kv_scales: None,
+            keys: KeysOfQueries { ranges: &[0..3], ..Default::default() },
+            scores: ScoreModifiers::default(),
             output_layout: OutputLayout::Bhtd,
         };
-        let options = RequestedStatistics { top: 2, ..Default::default() };
-        let (_, found) = attend_with_statistics(&problem, instruction_set, &options).expect("three keys");
+        let options = RequestedStatistics { top_keys: 2, tile: None };
+        let results = attend::<f32>(&call, instruction_set, with_statistics(&options)).expect("three keys");
+        let found = results.statistics.expect("requested");
         assert!(
             found.key_weight_sums[..3].iter().all(|sum| sum.is_finite()),
             "{instruction_set}: {:?}",
@@ -182,10 +197,10 @@ fn statistics_of_nan_reach_only_its_query() {
         );
         // An infinite key, and lanes without a query.
         let infinite = Strided { data: &[f32::NEG_INFINITY, 1.0, 0.25], strides: [3, 3, 1] };
-        let dims = AttentionDims { h: 1, ..problem.dims };
-        let infinite_problem = AttentionProblem { dims, k: infinite.into(), ..problem };
-        let (_, infinite_statistics) =
-            attend_with_statistics(&infinite_problem, instruction_set, &options).expect("three keys");
+        let dims = AttentionDims { h: 1, ..call.dims };
+        let infinite_call = AttentionCall { dims, k: infinite.into(), ..call };
+        let infinite = attend::<f32>(&infinite_call, instruction_set, with_statistics(&options)).expect("three keys");
+        let infinite_statistics = infinite.statistics.expect("requested");
         assert_eq!(infinite_statistics.key_weight_sums[0], 0.0, "{instruction_set}");
     }
 }

@@ -1,14 +1,14 @@
 //! Keys and values that a cache stores as codes of 8 bits.
 
+use candle_attention_call::{KvScales, RequestedResults};
 use candle_core::{DType, Result, Tensor};
 
 use super::problem::{SIZES, Sizes, emulator_runs};
 use crate::mask::AttentionMask;
-use crate::sdpa::call::{Call, KvScales, Qkv};
-use crate::sdpa::cuda::CudaCall;
+use crate::sdpa::call::{Call, Qkv};
+use crate::sdpa::cuda::CudaPath;
 use crate::sdpa::options::{Backend, SdpaOptions};
-use crate::sdpa::request::{OutputOnly, run};
-use crate::sdpa::result::ResultKind;
+use crate::sdpa::run::run;
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::init::TorchSeed;
 
@@ -31,10 +31,13 @@ fn cuda_kernels_with_caches_of_8_bits_match_reference_and_cpu_kernel() -> Result
             let options = SdpaOptions::default().with_backend(backend);
             Call::with_all_dims("test", Qkv { q: queries, k: &k, v: &v }, Some(&kv_scales), None, &mask, &options)
         };
-        let cuda_call = CudaCall::plan(&call(&q, Backend::Auto)?, ResultKind::Output);
-        let found = to_vec::<f32>(&cuda_call.map_err(candle_core::Error::msg)?.output()?)?;
-        let exact = to_vec::<f32>(&run(call(&q.to_dtype(DType::F64)?, Backend::Reference)?, OutputOnly)?)?;
-        let on_cpu = to_vec::<f32>(&run(call(&q, Backend::Auto)?, OutputOnly)?)?;
+        let cuda_path = CudaPath::plan(&call(&q, Backend::Auto)?, RequestedResults::default());
+        let found =
+            to_vec::<f32>(&cuda_path.map_err(candle_core::Error::msg)?.attend(RequestedResults::default())?.output)?;
+        let exact = to_vec::<f32>(
+            &run(call(&q.to_dtype(DType::F64)?, Backend::Reference)?, RequestedResults::default())?.output,
+        )?;
+        let on_cpu = to_vec::<f32>(&run(call(&q, Backend::Auto)?, RequestedResults::default())?.output)?;
         for expected in [&exact, &on_cpu] {
             let largest = expected.iter().fold(0f32, |largest, number| largest.max(number.abs()));
             let differences = found.iter().zip(expected).map(|(own, wanted)| (own - wanted).abs());

@@ -1,14 +1,14 @@
 //! Dropout.
 
+use candle_attention_call::RequestedResults;
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::problem::{Problem, SIZES, Sizes, emulator_runs};
 use crate::mask::AttentionMask;
 use crate::sdpa::call::{Call, Qkv};
-use crate::sdpa::cuda::CudaCall;
+use crate::sdpa::cuda::CudaPath;
 use crate::sdpa::options::SdpaOptions;
-use crate::sdpa::request::{OutputOnly, run};
-use crate::sdpa::result::ResultKind;
+use crate::sdpa::run::run;
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::init::TorchSeed;
 
@@ -47,10 +47,15 @@ fn dropout_seed_drops_the_weights_that_it_drops_on_the_cpu() -> Result<()> {
     }
     let options = SdpaOptions::default().with_dropout(0.3, true);
     let seeded = options.clone().with_dropout_philox_seed(1 << 40 | 5);
-    let on_cpu = dropped(&run(call_with_unit_values(&seeded)?, OutputOnly)?)?;
+    let on_cpu = dropped(&run(call_with_unit_values(&seeded)?, RequestedResults::default())?.output)?;
     let on_emulator = |chosen: &SdpaOptions| -> Result<Vec<bool>> {
         let call = call_with_unit_values(chosen)?;
-        dropped(&CudaCall::plan(&call, ResultKind::Output).map_err(candle_core::Error::msg)?.output()?)
+        dropped(
+            &CudaPath::plan(&call, RequestedResults::default())
+                .map_err(candle_core::Error::msg)?
+                .attend(RequestedResults::default())?
+                .output,
+        )
     };
     assert!(on_cpu.contains(&true));
     assert_eq!(on_emulator(&seeded)?, on_cpu);

@@ -1,13 +1,13 @@
 //! NaN and infinities in keys and values, which reach the queries that attend to them and no others.
 
+use candle_attention_call::RequestedResults;
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::problem::{SIZES, Sizes, emulator_runs};
 use crate::mask::AttentionMask;
 use crate::sdpa::call::{Call, Qkv};
-use crate::sdpa::cuda::CudaCall;
+use crate::sdpa::cuda::CudaPath;
 use crate::sdpa::options::SdpaOptions;
-use crate::sdpa::result::ResultKind;
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::init::TorchSeed;
 
@@ -25,7 +25,10 @@ fn spoiled(rows: &Tensor, special: f32) -> Result<Tensor> {
 /// Returns the output (B, H, T_q, D_v) of the CUDA kernels, query by query.
 fn rows_of_output(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask) -> Result<Vec<Vec<f32>>> {
     let call = Call::new("test", Qkv { q, k, v }, None, mask, &SdpaOptions::default())?;
-    let output = CudaCall::plan(&call, ResultKind::Output).map_err(candle_core::Error::msg)?.output()?;
+    let output = CudaPath::plan(&call, RequestedResults::default())
+        .map_err(candle_core::Error::msg)?
+        .attend(RequestedResults::default())?
+        .output;
     Ok(to_vec::<f32>(&output)?.chunks(v.dim(3)?).map(<[f32]>::to_vec).collect())
 }
 

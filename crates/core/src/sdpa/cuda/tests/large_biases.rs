@@ -1,13 +1,13 @@
 //! Biases next to which a score has no digit left, as rows of padding have: all keys of a row have the same weight.
 
+use candle_attention_call::RequestedResults;
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::problem::{Problem, SIZES, Sizes, emulator_runs};
 use crate::mask::AttentionMask;
 use crate::sdpa::call::{Call, Qkv};
-use crate::sdpa::cuda::CudaCall;
+use crate::sdpa::cuda::CudaPath;
 use crate::sdpa::options::SdpaOptions;
-use crate::sdpa::result::ResultKind;
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::init::TorchSeed;
 
@@ -42,7 +42,10 @@ fn gradient_of_values_with_equal_large_biases_is_the_mean_over_keys() -> Result<
             let v = Var::from_tensor(&TorchSeed::new(2).randn((1, 1, keys, 16))?)?;
             let mask = AttentionMask::none().with_bias(&Tensor::full(bias, (queries, keys), &Device::Cpu)?);
             let call = Call::new("test", Qkv { q: &q, k: &k, v: &v }, None, &mask, &SdpaOptions::default())?;
-            let output = CudaCall::plan(&call, ResultKind::Output).map_err(candle_core::Error::msg)?.output()?;
+            let output = CudaPath::plan(&call, RequestedResults::default())
+                .map_err(candle_core::Error::msg)?
+                .attend(RequestedResults::default())?
+                .output;
             let gradients = output.sum_all()?.backward()?;
             let gradient = to_vec::<f32>(gradients.get(&v).expect("a gradient"))?;
             let expected = queries as f32 / keys as f32;

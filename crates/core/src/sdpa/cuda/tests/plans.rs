@@ -1,25 +1,25 @@
 //! The calls that run on CUDA and the reasons why others do not.
 
+use candle_attention_call::{RequestedResults, RequestedStatistics};
 use candle_attention_cuda::without_programs;
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::problem::emulator_runs;
 use crate::mask::AttentionMask;
 use crate::sdpa::call::{Call, Qkv};
-use crate::sdpa::cuda::CudaCall;
+use crate::sdpa::cuda::CudaPath;
 use crate::sdpa::options::{Backend, SdpaOptions};
 use crate::sdpa::plan::Choice;
-use crate::sdpa::request::{OutputOnly, run_on};
-use crate::sdpa::result::ResultKind;
+use crate::sdpa::run::run_on;
 use candle_attention_modules::init::TorchSeed;
 
 /// Returns the kernel of a call of one head, or the reason why there is none.
-fn plan(t_q: usize, d: usize, dtype: DType, options: &SdpaOptions, kind: ResultKind) -> Result<String> {
+fn plan(t_q: usize, d: usize, dtype: DType, options: &SdpaOptions, wanted: RequestedResults) -> Result<String> {
     let rows = |t: usize| Tensor::zeros((1, 1, t, d), dtype, &Device::Cpu);
     let (q, kv) = (rows(t_q)?, rows(500)?);
     let call = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, None, &AttentionMask::causal(), options)?;
-    Ok(match CudaCall::plan(&call, kind) {
-        Ok(cuda_call) => cuda_call.to_string(),
+    Ok(match CudaPath::plan(&call, wanted) {
+        Ok(cuda_path) => cuda_path.to_string(),
         Err(reason) => reason,
     })
 }
@@ -30,14 +30,23 @@ fn cuda_plan_names_the_kernel_or_the_reason() -> Result<()> {
         return Ok(());
     }
     let plain = SdpaOptions::default();
-    let output = ResultKind::Output;
+    let output = RequestedResults::default();
     assert_eq!(plan(500, 64, DType::BF16, &plain, output)?, "the CUDA forward kernel");
     assert!(plan(1, 64, DType::F16, &plain, output)?.starts_with("the CUDA decode kernel"));
-    assert_eq!(plan(500, 64, DType::BF16, &plain, ResultKind::LogSumExp)?, "the CUDA forward kernel");
+    assert_eq!(
+        plan(500, 64, DType::BF16, &plain, RequestedResults { log_sum_exp: true, ..RequestedResults::default() })?,
+        "the CUDA forward kernel"
+    );
 
-    let weights = plan(70, 64, DType::BF16, &plain, ResultKind::Weights)?;
+    let weights = plan(70, 64, DType::BF16, &plain, RequestedResults { weights: true, ..RequestedResults::default() })?;
     assert_eq!(weights, "the CUDA kernels do not return attention weights");
-    let statistics = plan(70, 64, DType::BF16, &plain, ResultKind::Statistics)?;
+    let statistics = plan(
+        70,
+        64,
+        DType::BF16,
+        &plain,
+        RequestedResults { statistics: Some(&RequestedStatistics::default()), ..RequestedResults::default() },
+    )?;
     assert_eq!(statistics, "the CUDA kernels do not compute statistics of weights");
     assert!(plan(0, 64, DType::BF16, &plain, output)?.contains("no scores"));
     assert!(plan(70, 64, DType::F64, &plain, output)?.contains("F64"));
@@ -63,11 +72,13 @@ fn call_whose_cuda_kernels_do_not_compile_matches_reference() -> Result<()> {
         let of_q = gradients.get(&q).expect("a gradient").flatten_all()?.to_vec1()?;
         Ok([output.flatten_all()?.to_vec1()?, of_q])
     };
-    let expected = results(run_on(Choice::Reference { reason: String::new() }, call(&options)?, OutputOnly)?)?;
-    let planned = || CudaCall::plan(&call(&options)?, ResultKind::Output).map_err(candle_core::Error::msg);
-    let cuda_call = planned()?;
+    let expected = results(
+        run_on(Choice::Reference { reason: String::new() }, call(&options)?, RequestedResults::default())?.output,
+    )?;
+    let planned = || CudaPath::plan(&call(&options)?, RequestedResults::default()).map_err(candle_core::Error::msg);
+    let cuda_path = planned()?;
     without_programs("no memory", || -> Result<()> {
-        let output = run_on(Choice::Cuda(Box::new(cuda_call)), call(&options)?, OutputOnly)?;
+        let output = run_on(Choice::Cuda(Box::new(cuda_path)), call(&options)?, RequestedResults::default())?.output;
         assert_eq!(results(output)?, expected);
         let reason = planned().err().expect("a reason").to_string();
         assert!(reason.contains("no memory"), "{reason}");
@@ -75,7 +86,9 @@ fn call_whose_cuda_kernels_do_not_compile_matches_reference() -> Result<()> {
     })?;
     let fused_call = planned()?;
     let fused = call(&options.with_backend(Backend::Fused))?;
-    let error = without_programs("no memory", || run_on(Choice::Cuda(Box::new(fused_call)), fused, OutputOnly));
+    let error = without_programs("no memory", || {
+        run_on(Choice::Cuda(Box::new(fused_call)), fused, RequestedResults::default())
+    });
     assert!(error.expect_err("an error").to_string().contains("no memory"));
     Ok(())
 }

@@ -1,14 +1,14 @@
 //! A call with its inputs, and the comparison of its results on the emulator with the results of other paths.
 
+use candle_attention_call::RequestedResults;
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use crate::mask::AttentionMask;
 use crate::sdpa::call::{Call, Qkv};
-use crate::sdpa::cuda::CudaCall;
+use crate::sdpa::cuda::CudaPath;
 use crate::sdpa::options::{Backend, SdpaOptions};
 use crate::sdpa::packed::PackedSequences;
-use crate::sdpa::request::{WithLogSumExp, run};
-use crate::sdpa::result::ResultKind;
+use crate::sdpa::run::run;
 use candle_attention_modules::base::rowwise::to_vec;
 use candle_attention_modules::init::TorchSeed;
 
@@ -213,7 +213,8 @@ impl Problem {
         let v = self.view(&variables.v, self.sizes.d_v)?;
         let mut call = Call::new("test", Qkv { q: &q, k: &k, v: &v }, self.sequences.as_ref(), &mask, &options)?;
         if self.bias_in_half && path == Path::Emulator {
-            call.bias = call.bias.map(|bias| bias.to_dtype(self.dtype)).transpose()?;
+            let bias = &mut call.attention.scores.bias;
+            *bias = bias.take().map(|own| own.to_dtype(self.dtype)).transpose()?;
         }
         Ok(call)
     }
@@ -225,7 +226,8 @@ impl Problem {
         let (output, lse) = match path {
             Path::Emulator => self.on_emulator(&call)?,
             Path::Cpu | Path::Reference => {
-                let (output, lse) = run(call, WithLogSumExp)?;
+                let wanted = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
+                let (output, lse) = run(call, wanted)?.output_and_log_sum_exp()?;
                 (output, self.with_lse.then_some(lse))
             }
         };
@@ -246,13 +248,10 @@ impl Problem {
 
     /// Runs a call with the CUDA kernels.
     fn on_emulator(&self, call: &Call) -> Result<(Tensor, Option<Tensor>)> {
-        let kind = if self.with_lse { ResultKind::LogSumExp } else { ResultKind::Output };
-        let cuda_call = CudaCall::plan(call, kind).map_err(candle_core::Error::msg)?;
-        if !self.with_lse {
-            return Ok((cuda_call.output()?, None));
-        }
-        let (output, lse) = cuda_call.output_and_lse()?;
-        Ok((output, Some(lse)))
+        let wanted = RequestedResults { log_sum_exp: self.with_lse, ..RequestedResults::default() };
+        let cuda_path = CudaPath::plan(call, wanted).map_err(candle_core::Error::msg)?;
+        let attended = cuda_path.attend(wanted)?;
+        Ok((attended.output, attended.log_sum_exp))
     }
 }
 

@@ -2,14 +2,14 @@
 
 use std::ops::Range;
 
-use super::Biases;
+use super::{Biases, with_relative_bias};
 use crate::cpu::InstructionSet;
 use crate::cpu::tests::numbers;
-use crate::flash::tests::case::{Case, Data, QueryIndex};
+use crate::flash::tests::case::{Case, Data, FOR_BACKWARD, QueryIndex};
 use crate::flash::tests::on_miri_only_scalar;
 use crate::flash::{
-    AttentionBackwardProblem, AttentionDims, RequestedGradients, RequestedStatistics, SoftmaxStats, Strided,
-    attend_backward, attend_vec, attend_with_statistics,
+    AttentionBackwardProblem, AttentionDims, OutputLayout, PerInput, RequestedGradients, RequestedResults,
+    RequestedStatistics, SoftmaxStats, Strided, attend, attend_backward,
 };
 
 /// A random generator of test cases (SplitMix64).
@@ -182,28 +182,31 @@ fn relative_bias_with_random_origins_matches_plain_loops_or_is_refused() {
         let RandomCall { case, biases } = &call;
         let AttentionDims { b, h, t_q, d_v, .. } = case.dims;
         let data = case.data::<f32>();
-        let mut problem = case.problem(&data);
-        problem.scores.relative_bias = Some(biases.bias());
+        let forward = with_relative_bias(case.call(&data), biases.bias());
         let output_grad: Vec<f32> = numbers(b * h * t_q * d_v, 20);
-        let backward = |output: &[f32], stats: &[SoftmaxStats], instruction_set: InstructionSet| {
+        let backward = |output: &[f32], softmax_stats: &[SoftmaxStats], instruction_set: InstructionSet| {
             let rows = Strided { data: &output_grad[..], strides: [h * t_q * d_v, t_q * d_v, d_v] };
             let problem =
-                AttentionBackwardProblem { forward: problem, output, stats, output_grad: rows, lse_grad: None };
+                AttentionBackwardProblem { forward, output, softmax_stats, output_grad: rows, lse_grad: None };
             attend_backward(
                 &problem,
                 instruction_set,
-                RequestedGradients { q: true, relative_bias: true, ..Default::default() },
+                RequestedGradients {
+                    layout: OutputLayout::Bhtd,
+                    of: PerInput { q: true, relative_bias: true, ..Default::default() },
+                },
             )
         };
-        let options = RequestedStatistics { top: 2, ..Default::default() };
+        let options = RequestedStatistics { top_keys: 2, tile: None };
+        let with_statistics = RequestedResults { statistics: Some(&options), ..RequestedResults::default() };
         if !call.is_inside() {
             refused += 1;
             let output = vec![0.0; b * h * t_q * d_v];
             let stats = vec![SoftmaxStats::default(); b * h * t_q];
             for &instruction_set in &instruction_sets {
                 let errors = [
-                    attend_vec(&problem, instruction_set, None, None).err(),
-                    attend_with_statistics(&problem, instruction_set, &options).err(),
+                    attend::<f32>(&forward, instruction_set, RequestedResults::default()).err(),
+                    attend::<f32>(&forward, instruction_set, with_statistics).err(),
                     backward(&output, &stats, instruction_set).err(),
                 ];
                 for error in errors {
@@ -225,14 +228,14 @@ fn relative_bias_with_random_origins_matches_plain_loops_or_is_refused() {
                     case.dims
                 )
             };
-            let mut stats = Vec::new();
-            let output = attend_vec(&problem, instruction_set, None, Some(&mut stats)).expect("a few rows");
-            assert_close(&what("output"), &output, &plain.output);
-            let (same_output, statistics) =
-                attend_with_statistics(&problem, instruction_set, &options).expect("a few rows");
-            assert_close(&what("output with statistics"), &same_output, &plain.output);
+            let found = attend::<f32>(&forward, instruction_set, FOR_BACKWARD).expect("a few rows");
+            let stats = found.softmax_stats.expect("requested");
+            assert_close(&what("output"), &found.output, &plain.output);
+            let same = attend::<f32>(&forward, instruction_set, with_statistics).expect("a few rows");
+            let statistics = same.statistics.expect("requested");
+            assert_close(&what("output with statistics"), &same.output, &plain.output);
             assert_close(&what("sums of weights"), &statistics.key_weight_sums, &plain.key_weight_sums(&case.dims));
-            let gradients = backward(&output, &stats, instruction_set).expect("a few rows");
+            let gradients = backward(&found.output, &stats, instruction_set).expect("a few rows");
             assert_close(&what("gradient"), &gradients.relative_bias.expect("requested"), &plain.gradient);
         }
     }

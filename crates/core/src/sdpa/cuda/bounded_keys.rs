@@ -1,7 +1,7 @@
 //! The keys that queries attend to, in the form that takes the least memory on the device: numbers where all sequences
 //! have the same bounds, an entry for each sequence where these differ, and an entry for each query otherwise.
 
-use candle_attention_cuda::{FirstPosition, Intervals, KeyRanges};
+use candle_attention_call::{BoundedKeys, FirstPosition, Intervals, PackedLengths};
 use candle_core::{Device, Result, Tensor, bail};
 
 use super::super::call::Call;
@@ -10,17 +10,14 @@ use crate::mask::{KeyBounds, PackedRows, RowRanges};
 use candle_attention_modules::base::uploaded;
 
 /// Returns the lengths of packed sequences.
-pub(super) fn packed_sequences(
-    sequences: &PackedSequences,
-    device: &Device,
-) -> Result<candle_attention_cuda::PackedSequences> {
+fn packed_lengths(sequences: &PackedSequences, device: &Device) -> Result<PackedLengths<Tensor>> {
     let (mut ends_of_queries, mut ends_of_keys) = (vec![0], vec![0]);
     for PackedRows { queries, keys } in sequences.rows() {
         ends_of_queries.push(entry(queries.end)?);
         ends_of_keys.push(entry(keys.end)?);
     }
     let shape = [ends_of_queries.len()];
-    Ok(candle_attention_cuda::PackedSequences {
+    Ok(PackedLengths {
         cu_seqlens_q: uploaded(ends_of_queries, &shape, device)?,
         cu_seqlens_kv: uploaded(ends_of_keys, &shape, device)?,
         longest_queries: sequences.most_queries(),
@@ -32,17 +29,21 @@ pub(super) fn packed_sequences(
 ///
 /// # Errors
 /// If ALiBi counts from a query's position, and joined masks disagree on it or it is beyond 32 bits.
-pub(super) fn key_ranges(call: &Call) -> Result<KeyRanges> {
-    let has_alibi = call.options.alibi_slopes.is_some();
-    match call.ranges.bounds() {
-        Some(bounds) if bounds.positions_agree || !has_alibi => of_bounds(bounds, call),
-        _ => of_rows(call.rows()?, call),
+pub(super) fn bounded_keys(call: &Call) -> Result<BoundedKeys<Tensor>> {
+    let has_alibi = call.attention.scores.alibi_slopes.is_some();
+    let mut ranges = match call.attention.keys.ranges.bounds() {
+        Some(bounds) if bounds.positions_agree || !has_alibi => of_bounds(bounds, call)?,
+        _ => of_rows(call.rows()?, call)?,
+    };
+    if let Some(sequences) = call.sequences() {
+        ranges.packed = Some(packed_lengths(sequences, call.attention.q.device())?);
     }
+    Ok(ranges)
 }
 
 /// Returns the ranges that bounds describe.
-fn of_bounds(bounds: KeyBounds, call: &Call) -> Result<KeyRanges> {
-    let device = call.q.device();
+fn of_bounds(bounds: KeyBounds, call: &Call) -> Result<BoundedKeys<Tensor>> {
+    let device = call.attention.q.device();
     let by_sequence = |entries: Option<Vec<i32>>| -> Result<Option<Tensor>> {
         let Some(entries) = entries else { return Ok(None) };
         let shape = [entries.len()];
@@ -53,7 +54,8 @@ fn of_bounds(bounds: KeyBounds, call: &Call) -> Result<KeyRanges> {
         true => FirstPosition::AtEnd,
         false => first_position(bounds.first_positions, device)?,
     };
-    Ok(KeyRanges {
+    Ok(BoundedKeys {
+        packed: None,
         first_position,
         causal: bounds.is_causal,
         left: distance(bounds.left),
@@ -67,15 +69,15 @@ fn of_bounds(bounds: KeyBounds, call: &Call) -> Result<KeyRanges> {
 }
 
 /// Returns the ranges as a start and an end for each query.
-fn of_rows(rows: &RowRanges, call: &Call) -> Result<KeyRanges> {
-    let device = call.q.device();
-    let positions = match call.options.alibi_slopes {
+fn of_rows(rows: &RowRanges, call: &Call) -> Result<BoundedKeys<Tensor>> {
+    let device = call.attention.q.device();
+    let positions = match &call.attention.scores.alibi_slopes {
         Some(_) => {
             // An error if joined masks disagree.
             rows.positions()?;
             let mut first = Vec::with_capacity(rows.sequences.len());
             for sequence in &rows.sequences {
-                first.push(position(sequence.position.saturating_sub(sequence.first_key as i64))?);
+                first.push(position(sequence.first_position.saturating_sub(sequence.first_key as i64))?);
             }
             first_position(first, device)?
         }
@@ -91,16 +93,16 @@ fn of_rows(rows: &RowRanges, call: &Call) -> Result<KeyRanges> {
             ends[row] = entry(keys.end - sequence.first_key)?;
         }
     }
-    let shape = match call.sequences {
-        Some(_) => vec![call.dims.t_q],
-        None => vec![call.dims.b, call.dims.t_q],
+    let shape = match call.sequences() {
+        Some(_) => vec![call.attention.dims.t_q],
+        None => vec![call.attention.dims.b, call.attention.dims.t_q],
     };
     let intervals = Intervals { starts: uploaded(starts, &shape, device)?, ends: uploaded(ends, &shape, device)? };
-    Ok(KeyRanges { first_position: positions, intervals: Some(intervals), ..KeyRanges::default() })
+    Ok(BoundedKeys { first_position: positions, intervals: Some(intervals), ..BoundedKeys::default() })
 }
 
 /// Returns the position of query 0: a number if it is the same in all sequences.
-fn first_position(positions: Vec<i32>, device: &Device) -> Result<FirstPosition> {
+fn first_position(positions: Vec<i32>, device: &Device) -> Result<FirstPosition<Tensor>> {
     match positions.first() {
         Some(&first) if positions.iter().all(|&other| other == first) => Ok(FirstPosition::Same(first)),
         _ => {

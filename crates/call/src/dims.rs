@@ -13,87 +13,85 @@ pub struct AttentionDims {
     pub t_q: usize,
     /// T_kv: keys in a sequence.
     pub t_kv: usize,
-    /// D: the width of queries and keys.
+    /// D: the head dimension of queries and keys.
     pub d: usize,
-    /// D_v: the width of values.
+    /// D_v: the head dimension of values.
     pub d_v: usize,
 }
 
 impl AttentionDims {
     /// Returns the number of query heads that share a key head.
-    pub(super) fn group(&self) -> usize {
+    #[inline]
+    pub fn group(&self) -> usize {
         self.h / self.h_kv
     }
 
     /// Returns the number of query rows that share a key head: row `i · group + g` is query i of the g-th head of the
     /// group, so that neighbouring rows attend to nearly the same keys.
-    pub(super) fn rows(&self) -> usize {
+    #[inline]
+    pub fn rows(&self) -> usize {
         self.t_q * self.group()
     }
 
     /// Returns the number of queries in the batch, B·H·T_q.
-    pub(super) fn queries(&self) -> usize {
+    #[inline]
+    pub fn queries(&self) -> usize {
         self.b * self.h * self.t_q
     }
 
     /// Returns the number of key heads in the batch, B·H_kv.
-    pub(super) fn kv_heads(&self) -> usize {
+    #[inline]
+    pub fn kv_heads(&self) -> usize {
         self.b * self.h_kv
     }
 
     /// Returns the query and its head for a row of a key head.
-    pub(super) fn row(&self, kv: KvHead, row: usize) -> QueryRow {
+    #[inline]
+    pub fn row(&self, kv: KvHead, row: usize) -> QueryRow {
         QueryRow { b: kv.b, head: self.query_head(kv, row % self.group()), query: row / self.group() }
     }
 
     /// Returns the n-th of the query heads that share a key head, counted from 0.
-    pub(super) fn query_head(&self, kv: KvHead, n: usize) -> usize {
+    #[inline]
+    pub fn query_head(&self, kv: KvHead, n: usize) -> usize {
         kv.head * self.group() + n
     }
 
     /// Returns the index of a row in (B, H, T_q).
-    pub(super) fn row_index(&self, row: QueryRow) -> usize {
+    #[inline]
+    pub fn row_index(&self, row: QueryRow) -> usize {
         (row.b * self.h + row.head) * self.t_q + row.query
     }
 
     /// Returns the key head with an index below B·H_kv.
-    pub(super) fn kv_head(&self, index: usize) -> KvHead {
+    #[inline]
+    pub fn kv_head(&self, index: usize) -> KvHead {
         KvHead { b: index / self.h_kv, head: index % self.h_kv }
     }
 
     /// Returns the index of a key head, below B·H_kv.
-    pub(super) fn kv_index(&self, kv: KvHead) -> usize {
+    #[inline]
+    pub fn kv_index(&self, kv: KvHead) -> usize {
         kv.b * self.h_kv + kv.head
     }
 }
 
-/// The elements from a row of queries, keys or values to the row of the next sequence, head or position.
-#[derive(Clone, Copy)]
-pub(super) struct RowStrides {
-    pub sequence: usize,
-    pub head: usize,
-    pub position: usize,
-}
-
-impl RowStrides {
-    /// Returns the index of the first element of a row.
-    #[inline(always)]
-    pub fn start(&self, b: usize, head: usize, position: usize) -> usize {
-        b * self.sequence + head * self.head + position * self.position
-    }
-}
-
 /// A key head of a sequence.
-#[derive(Clone, Copy)]
-pub(super) struct KvHead {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvHead {
+    /// The sequence, below B.
     pub b: usize,
+    /// The key head, below H_kv.
     pub head: usize,
 }
 
 /// A query of a head of a sequence.
-#[derive(Clone, Copy)]
-pub(super) struct QueryRow {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueryRow {
+    /// The sequence, below B.
     pub b: usize,
+    /// The query head, below H.
     pub head: usize,
+    /// The query, below T_q.
     pub query: usize,
 }

@@ -1,0 +1,158 @@
+//! The description of one attention call.
+
+use crate::dims::AttentionDims;
+use crate::gradients::PerInput;
+use crate::inputs::Input;
+use crate::layout::OutputLayout;
+use crate::modifiers::ScoreModifiers;
+
+/// One attention call. `T` is a tensor, `K` describes the keys that each query attends to.
+///
+/// Scores are made in this order: the product of query and key times the scale, softcap, ALiBi, relative bias, bias,
+/// mask; then the softmax in f32, dropout, and the sum of values. A query that attends to no key has zeros.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionCall<T, K> {
+    /// The sizes of all tensors. Of packed sequences B is 1, and T_q and T_kv are totals.
+    pub dims: AttentionDims,
+    /// Queries (B, H, T_q, D).
+    pub q: T,
+    /// Keys (B, H_kv, T_kv, D), or codes of 8 bits.
+    pub k: T,
+    /// Values (B, H_kv, T_kv, D_v), likewise.
+    pub v: T,
+    /// The scales of keys and values that are codes.
+    pub kv_scales: Option<KvScales<T>>,
+    /// The keys that each query attends to.
+    pub keys: K,
+    /// The scale and the modifiers of scores and weights.
+    pub scores: ScoreModifiers<T>,
+    /// The order of the output in memory.
+    pub output_layout: OutputLayout,
+}
+
+/// The scales of keys and values that are stored as codes: bytes, where a number is `(code - 128) · scale`.
+#[derive(Debug, Clone, Copy)]
+pub struct KvScales<T> {
+    /// (B, H_kv, T_kv, 1).
+    pub k: T,
+    /// (B, H_kv, T_kv, 1).
+    pub v: T,
+}
+
+impl<T, K> AttentionCall<T, K> {
+    /// Returns the call with what `change` makes of each tensor, and with another description of the keys to attend to:
+    /// the one conversion between the calls of two packages.
+    ///
+    /// # Errors
+    /// If `change` fails.
+    pub fn map<'a, U, L, E>(
+        &'a self,
+        keys: L,
+        mut change: impl FnMut(Input, &'a T) -> Result<U, E>,
+    ) -> Result<AttentionCall<U, L>, E> {
+        let Self { dims, q, k, v, kv_scales, keys: _, scores, output_layout } = self;
+        Ok(AttentionCall {
+            dims: *dims,
+            q: change(Input::Q, q)?,
+            k: change(Input::K, k)?,
+            v: change(Input::V, v)?,
+            kv_scales: match kv_scales {
+                Some(KvScales { k, v }) => {
+                    Some(KvScales { k: change(Input::KeyScales, k)?, v: change(Input::ValueScales, v)? })
+                }
+                None => None,
+            },
+            keys,
+            scores: scores.map(&mut change)?,
+            output_layout: *output_layout,
+        })
+    }
+
+    /// Returns the tensors that have gradients.
+    pub fn differentiable(&self) -> PerInput<Option<&T>> {
+        let ScoreModifiers {
+            scale: _,
+            softcap: _,
+            alibi_slopes,
+            relative_bias,
+            bias,
+            boolean_mask: _,
+            sinks,
+            dropout: _,
+        } = &self.scores;
+        PerInput {
+            q: Some(&self.q),
+            k: Some(&self.k),
+            v: Some(&self.v),
+            bias: bias.as_ref(),
+            relative_bias: relative_bias.as_ref(),
+            alibi_slopes: alibi_slopes.as_ref(),
+            sinks: sinks.as_ref(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::modifiers::{Dropout, DropoutMask};
+
+    #[test]
+    fn attention_call_map_names_and_changes_every_tensor() {
+        let call = AttentionCall {
+            dims: AttentionDims { b: 1, h: 2, h_kv: 1, t_q: 3, t_kv: 4, d: 5, d_v: 6 },
+            q: 0,
+            k: 1,
+            v: 2,
+            kv_scales: Some(KvScales { k: 3, v: 4 }),
+            keys: "all",
+            scores: ScoreModifiers {
+                scale: 0.5,
+                softcap: Some(3.0),
+                alibi_slopes: Some(5),
+                relative_bias: Some(6),
+                bias: Some(7),
+                boolean_mask: Some(8),
+                sinks: Some(9),
+                dropout: Some(Dropout { p: 0.25, mask: DropoutMask::KeptBits(10) }),
+            },
+            output_layout: OutputLayout::Bthd,
+        };
+        let mut named = Vec::new();
+        let texts = call.map("some", |input, number| -> Result<String, ()> {
+            named.push((*number, input));
+            Ok(format!("tensor {number}"))
+        });
+        let texts = texts.expect("no tensor fails");
+        named.sort_by_key(|(number, _)| *number);
+        let names: Vec<_> = named.into_iter().map(|(_, input)| input).collect();
+        assert_eq!(
+            names,
+            [
+                Input::Q,
+                Input::K,
+                Input::V,
+                Input::KeyScales,
+                Input::ValueScales,
+                Input::AlibiSlopes,
+                Input::RelativeBias,
+                Input::Bias,
+                Input::BooleanMask,
+                Input::Sinks,
+                Input::Dropout,
+            ]
+        );
+        let AttentionCall { dims, keys, scores, output_layout, .. } = &texts;
+        assert_eq!((*dims, *keys, *output_layout), (call.dims, "some", OutputLayout::Bthd));
+        assert_eq!((scores.scale, scores.softcap), (0.5, Some(3.0)));
+        let of_gradients = texts.differentiable().map(|text| text.map(String::as_str)).in_order();
+        assert_eq!(
+            of_gradients,
+            ["tensor 0", "tensor 1", "tensor 2", "tensor 7", "tensor 6", "tensor 5", "tensor 9"].map(Some)
+        );
+        assert_eq!(
+            call.map((), |input, _| if input == Input::Bias { Err("bias") } else { Ok(()) }).err(),
+            Some("bias")
+        );
+    }
+}

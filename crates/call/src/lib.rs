@@ -1,0 +1,19 @@
+#![doc = include_str!("../README.md")]
+
+mod call;
+mod dims;
+mod gradients;
+mod inputs;
+mod keys;
+mod layout;
+mod modifiers;
+mod results;
+
+pub use call::{AttentionCall, KvScales};
+pub use dims::{AttentionDims, KvHead, QueryRow};
+pub use gradients::{PerInput, RequestedGradients};
+pub use inputs::Input;
+pub use keys::{BoundedKeys, FirstPosition, Intervals, PackedLengths};
+pub use layout::{LayoutStrides, OutputLayout};
+pub use modifiers::{Dropout, DropoutMask, ScoreModifiers};
+pub use results::{RequestedResults, RequestedStatistics, WeightTile};

@@ -1,0 +1,62 @@
+//! The way of a call to the path that runs it.
+
+use candle_attention_call::RequestedResults;
+use candle_core::{Result, bail};
+
+use super::call::Call;
+use super::options::Backend;
+use super::plan::{Choice, Plan};
+use super::results::Attended;
+use super::{cpu, first_line, reference, statistics};
+use candle_attention_cuda::warn_of_each_text;
+
+/// Chooses the path of a call and runs it.
+pub(crate) fn run(call: Call, wanted: RequestedResults) -> Result<Attended> {
+    let choice = choose(&call, wanted)?;
+    run_on(choice, call, wanted)
+}
+
+/// Chooses the path of a call that can have the requested results.
+pub(crate) fn choose(call: &Call, wanted: RequestedResults) -> Result<Choice> {
+    if wanted.weights && call.sequences().is_some() {
+        bail!("[multi_head_attention] weights (B, H, T_q, T_kv) were requested, which packed sequences do not have")
+    }
+    if let Some(requested) = wanted.statistics {
+        statistics::check(requested, call)?;
+    }
+    Choice::new(call, wanted)
+}
+
+/// Runs a call on a path.
+pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Result<Attended> {
+    match choice {
+        Choice::Reference { .. } => reference::attend(&call, wanted),
+        Choice::Cpu(instruction_set) => cpu::attend(call, instruction_set, wanted),
+        Choice::Cuda(cuda_path) => or_reference(&call, cuda_path.attend(wanted), || reference::attend(&call, wanted)),
+        Choice::Metal(metal_call) => {
+            let fused = metal_call.output(&call).map(Attended::from);
+            or_reference(&call, fused, || reference::attend(&call, wanted))
+        }
+    }
+}
+
+/// Returns the path of a call for its output, without running it.
+pub(crate) fn plan(call: &Call) -> Result<Plan> {
+    Ok(Choice::new(call, RequestedResults::default())?.plan())
+}
+
+/// Returns the results of a GPU kernel, or the results of the reference path if the kernel failed and another path is
+/// allowed.
+pub(super) fn or_reference<T>(call: &Call, fused: Result<T>, reference: impl FnOnce() -> Result<T>) -> Result<T> {
+    let Err(cause) = fused else { return fused };
+    if call.backend == Backend::Fused {
+        bail!("[{}] the fused operation failed: {}", call.op, first_line(&cause))
+    }
+    // Once, since a model would repeat it for every layer and token.
+    warn_of_each_text(&format!(
+        "[{}] the fused operation failed, the reference path runs instead: {}",
+        call.op,
+        first_line(&cause)
+    ));
+    reference().map_err(|error| error.context(format!("after the fused operation failed: {}", first_line(&cause))))
+}
