@@ -288,3 +288,55 @@ fn torchao_with_misfit_tensors_is_an_error() -> Result<()> {
     assert_fault(layer.read_with(&large), "_weight_qdata has the number 4, expected 3 bits");
     Ok(())
 }
+
+/// Checks that the file that ModelOpt writes next to the config names the method.
+#[test]
+fn methods_of_modelopt_are_named_by_its_own_file() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let codes = vec![1u8; 32];
+    let scales = vec![1u8; 16];
+    let tensors = HashMap::from([
+        ("q_proj.weight", TensorView::new(Dtype::U8, vec![1, 32], &codes)?),
+        ("q_proj.weight_scale", TensorView::new(Dtype::F32, vec![2, 2], &scales)?),
+    ]);
+    safetensors::serialize_to_file(tensors, None, &folder.path().join("model.safetensors"))?;
+    let text = r#"{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A16_AWQ", "group_size": 128}}"#;
+    std::fs::write(folder.path().join("hf_quant_config.json"), text)?;
+    for config in [None, Some(r#"{"model_type": "llama"}"#)] {
+        if let Some(config) = config {
+            std::fs::write(folder.path().join("config.json"), config)?;
+        }
+        let read = weights::open(folder.path(), DType::F32, &DEVICE)?.get((2, 64), "q_proj.weight");
+        assert_fault(read.map(drop), "it looks like W4A16_AWQ");
+    }
+    Ok(())
+}
+
+#[test]
+fn float8_with_scales_of_another_shape_names_the_blocks_of_the_config() -> Result<()> {
+    let parts = vec![part("weight", Dtype::F8_E4M3, &[2, 64]), part("weight_scale_inv", Dtype::F32, &[1, 2])];
+    let config = r#"{"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 48]}}"#;
+    let layer = Layer { config, parts, metadata: None };
+    layer.read(&layer.parts)?;
+    let scale = |shape: &[usize]| part("weight_scale_inv", Dtype::F32, shape);
+    assert_fault(
+        layer.read_with(&scale(&[2, 3])),
+        "weight_scale_inv has shape [2, 3], expected one number, one for each",
+    );
+    assert_fault(layer.read_with(&scale(&[1, 3])), "or one for each block of 32 by 48");
+    assert_fault(layer.read_with(&part("weight_scale_inv", Dtype::I32, &[1, 2])), "weight_scale_inv has dtype I32");
+    assert_fault(layer.read_without("weight_scale_inv"), "a builder of F8E4M3 returns weights as stored");
+    let with_blocks = |config| Layer { config, parts: layer.parts.clone(), metadata: None }.read(&layer.parts);
+    for config in [
+        r#"{"quantization_config": {"weight_block_size": [0, 48]}}"#,
+        r#"{"quantization_config": {"weight_block_size": [-1, 48]}}"#,
+        r#"{"quantization_config": {"weight_block_size": [32]}}"#,
+        r#"{"quantization_config": {"weight_block_size": "32"}}"#,
+    ] {
+        assert_fault(with_blocks(config), "or one for each block of 128 by 128");
+    }
+    let e5m2 = |shape: &[usize]| [part("weight", Dtype::F8_E5M2, &[2, 64]), scale(shape)];
+    layer.read(&e5m2(&[1, 2]))?;
+    assert_fault(layer.read(&e5m2(&[1, 3])), "or one for each block of 32 by 48");
+    Ok(())
+}

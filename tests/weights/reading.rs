@@ -132,6 +132,31 @@ fn float8_weights_are_multiplied_by_their_scales() -> Result<()> {
     Ok(())
 }
 
+/// Reads weights of experts, which are parameters of another name with several matrices.
+#[test]
+fn float8_experts_are_multiplied_by_the_scales_of_their_matrices() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    let weight = wave_on(&Device::Cpu, 0.61, (2, 130, 4))?.to_dtype(DType::F8E4M3)?;
+    let scales = (wave_on(&Device::Cpu, 0.37, (2, 2, 1))? + 1.5)?;
+    let tensors = HashMap::from([
+        ("experts.gate_up_proj", weight.clone()),
+        ("experts.gate_up_proj_scale_inv", scales.clone()),
+        ("experts.down_proj", weight.clone()),
+        ("experts.down_proj_scale", scales.narrow(1, 0, 1)?.flatten_all()?),
+    ]);
+    candle_core::safetensors::save(&tensors, &path)?;
+    let index = Tensor::from_iter((0..130u32).map(|row| row / 128), &Device::Cpu)?;
+    let exact = weight.to_dtype(DType::F32)?;
+    let vb = weights::open(&path, DType::F32, &DEVICE)?.pp("experts");
+    let of_blocks = exact.broadcast_mul(&scales.index_select(&index, 1)?)?;
+    assert_close(&vb.get((2, 130, 4), "gate_up_proj")?, &of_blocks, 0.0, "blocks of rows");
+    let of_matrices = exact.broadcast_mul(&scales.narrow(1, 0, 1)?)?;
+    assert_close(&vb.get((2, 130, 4), "down_proj")?, &of_matrices, 0.0, "matrices");
+    assert!(!vb.contains_tensor("gate_up_proj_scale_inv"));
+    Ok(())
+}
+
 #[test]
 fn float8_without_a_fraction_is_refused_with_the_name_of_its_tensor() -> Result<()> {
     let folder = tempfile::tempdir()?;

@@ -55,6 +55,11 @@ impl Backend {
         if !FLOATS.contains(&dtype) {
             return Ok(());
         }
+        if let Some(entry) = self.checkpoint.entry(name).filter(|entry| entry.is_float8())
+            && SCALES.iter().any(|suffix| self.checkpoint.entry(&format!("{name}{suffix}")).is_some())
+        {
+            return Err(Error::msg(self.float8_problem(name, entry)));
+        }
         if let Some(found) = self.checkpoint.quantized(name) {
             bail!("{name} {found}")
         }

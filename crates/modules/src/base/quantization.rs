@@ -12,7 +12,7 @@ struct Method {
 }
 
 /// The methods. If another method has the tensors of one too, the one with more tensors comes first.
-const METHODS: [Method; 18] = [
+const METHODS: [Method; 19] = [
     Method { name: "GPTQ", tensors: &["qweight", "g_idx"] },
     Method { name: "AWQ or GPTQ", tensors: &["qweight", "qzeros"] },
     Method { name: "GPTQ or AWQ", tensors: &["qweight"] },
@@ -23,6 +23,7 @@ const METHODS: [Method; 18] = [
     Method { name: "compressed-tensors, NVFP4", tensors: &["weight_packed", "weight_global_scale"] },
     Method { name: "compressed-tensors", tensors: &["weight_packed"] },
     Method { name: "NVFP4", tensors: &["weight_scale_2"] },
+    Method { name: "FP8", tensors: &["scale_weight"] },
     Method { name: "HQQ", tensors: &["W_q"] },
     Method { name: "torchao", tensors: &["_weight_qdata"] },
     Method { name: "quanto", tensors: &["weight._data"] },

@@ -54,13 +54,16 @@ impl Format for Nvfp4 {
         let mut codes = Vec::with_capacity(outputs * inputs);
         append_stream(&tensors.bytes("weight")?, 4, &mut codes);
         let [scale] = tensors.f32("weight_scale_2")?[..] else { bail!("weight_scale_2 is not one number") };
+        // ModelOpt has no -0.
+        let mut table = E2M1;
+        table[8] = 0.0;
         Ok(QuantizedWeight {
             outputs,
             inputs,
             bits: 4,
             codes,
             group,
-            values: CodeValues::Table(E2M1),
+            values: CodeValues::Table(table),
             scales: GroupNumbers::Bytes { bytes: tensors.bytes("weight_scale")?, table: e4m3_times(scale) },
             input_order: None,
         })
