@@ -187,12 +187,8 @@ impl<'a> Weights<'a> {
         }
     }
 
-    /// Loads a quantised weight (out, in), or this process's shard of it; `None` if the checkpoint has floats, and on a
-    /// device whose products read no codes.
+    /// Loads a quantised weight (out, in), or this process's shard of it; `None` if the checkpoint has floats.
     fn codes(&self, sharding: Option<Sharding>) -> Result<Option<QuantizedWeight>> {
-        if !PackedLinear::multiplies_codes_on(self.device()) || self.dtype() == DType::F64 {
-            return Ok(None);
-        }
         let Some(weight) = QuantizedWeight::of_builder(&self.vb, "weight")? else { return Ok(None) };
         let Some(of) = sharding else { return Ok(Some(weight)) };
         let len = if of.dim == 0 { weight.outputs } else { weight.inputs };

@@ -84,7 +84,7 @@ impl PackedLinear {
         let packed = match packed_codes {
             Some(packed) => packed,
             None => {
-                let numbers = if is_plain {
+                let numbers = if is_plain(weight.dtype()) {
                     Tensor::from_raw_buffer(&weight.data()?, dtype, &[outputs, inputs], &device)?
                 } else {
                     weight.dequantize(&device)?
@@ -97,6 +97,10 @@ impl PackedLinear {
     }
 }
 
+fn is_plain(dtype: GgmlDType) -> bool {
+    matches!(dtype, GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16)
+}
+
 fn is_k_quant(dtype: GgmlDType) -> bool {
     use GgmlDType::{Q2K, Q3K, Q4K, Q5K, Q6K, Q8K};
     matches!(dtype, Q2K | Q3K | Q4K | Q5K | Q6K | Q8K)
@@ -104,7 +108,7 @@ fn is_k_quant(dtype: GgmlDType) -> bool {
 
 /// Returns the codes of a quantised weight; `None` for a type without codes.
 fn codes_of(weight: &QTensor, shape: WeightShape) -> Result<Option<Box<QuantizedWeight>>> {
-    if matches!(weight.dtype(), GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16) {
+    if is_plain(weight.dtype()) {
         return Ok(None);
     }
     let Some(kind) = GgmlType::find(GgmlType::number_of(weight.dtype())) else { return Ok(None) };
