@@ -107,7 +107,7 @@ impl<'a> Packing<'a> {
             }
             Values::Zeros(zeros) => values_with_zeros(zeros, &scales, scale),
             Values::Minimums(minimums) => {
-                let is_exact = |scale: f32| scale.abs() < MODERATE.end || !scale.is_finite();
+                let is_exact = |number: f32| number.abs() < MODERATE.end || !number.is_finite();
                 let has_exact_products = scale.has_exact_products() && scales.all(is_exact);
                 if !has_exact_products && instruction_set == InstructionSet::Scalar {
                     return None;
@@ -129,7 +129,8 @@ impl<'a> Packing<'a> {
             scales: scale_format(&scales, GroupFormat { group: stored_group(group, inputs)?, scale, offset }, values),
         };
         // Inputs that fill up a group have codes of 0, whose products with infinite numbers would be NaN.
-        if !inputs.is_multiple_of(format.group()) && !(scales.are_finite() && offsets.are_finite()) {
+        let is_partial = !inputs.is_multiple_of(format.group());
+        if is_partial && !(scales.are_finite() && offsets.are_finite()) {
             return None;
         }
         let is_signed = packed_values == CodeValues::Signed;
@@ -265,7 +266,7 @@ fn scale_format(scales: &Scales, groups: GroupFormat, values: Values) -> ScaleFo
 
 /// Returns signed codes, or codes with the middle as their zero where a scale is so small that it would lose digits.
 fn signed_values<'a>(bits: usize, scales: &Scales, scale: NumberFormat) -> PackedValues<'a> {
-    let stays_exact = |scale: f32| scale == 0.0 || !scale.is_finite() || scale.abs() >= LEAST_SIGNED_SCALE;
+    let stays_exact = |number: f32| number == 0.0 || !number.is_finite() || number.abs() >= LEAST_SIGNED_SCALE;
     if scales.nested().is_some() || scale == NumberFormat::F16 || scales.all(stays_exact) {
         return PackedValues { values: CodeValues::Signed, offsets: Offsets::None, offset: Offset::None };
     }
@@ -283,7 +284,7 @@ fn values_with_zeros<'a>(zeros: &'a [f32], scales: &Scales, scale: NumberFormat)
     let format =
         if zeros.iter().all(|&zero| is_byte(zero)) { NumberFormat::U8 } else { Scales::F32(zeros).wide_format() };
     let is_exact_zero = |zero: f32| zero.abs() <= LARGEST_EXACT_ZERO && (zero * PARTS_OF_ONE).fract() == 0.0;
-    let is_exact_scale = |scale: f32| scale == 0.0 || MODERATE.contains(&scale.abs());
+    let is_exact_scale = |number: f32| number == 0.0 || MODERATE.contains(&number.abs());
     let is_exact = scale.has_exact_products()
         && format.has_exact_products()
         && zeros.iter().all(|&zero| is_exact_zero(zero))
