@@ -49,6 +49,10 @@ unsafe fn with_linear_codes<S: BlockScales>(format: &CodeFormat, work: impl With
     // SAFETY: as this function's contract.
     unsafe {
         match (format.bits, format.values) {
+            (5, CodeValues::Minimums) => work.run::<CodeBlocks<Split<1, true>, S>>(),
+            (5, _) => work.run::<CodeBlocks<Split<1, false>, S>>(),
+            (6, CodeValues::Minimums) => work.run::<CodeBlocks<Split<2, true>, S>>(),
+            (6, _) => work.run::<CodeBlocks<Split<2, false>, S>>(),
             (4, CodeValues::Minimums) => work.run::<CodeBlocks<WithMinimums<4>, S>>(),
             (4, _) => work.run::<CodeBlocks<Signed<4>, S>>(),
             (_, CodeValues::Minimums) => work.run::<CodeBlocks<WithMinimums<8>, S>>(),
@@ -81,6 +85,18 @@ pub(crate) struct CodeBlocks<C, S>(PhantomData<(C, S)>);
 pub(crate) trait CodeNumbers {
     /// The bits of a code.
     const BITS: u32;
+    /// The steps that are loaded together: the codes of a word.
+    const STEPS: usize = 32 / Self::BITS as usize;
+    /// Whether codes are split, so that a table makes them fast.
+    const IS_SPLIT: bool = false;
+    /// The codes of these steps of a vector of columns.
+    type Loaded<V: Vector>: Copy;
+
+    /// Loads the codes of these steps, as [`Columns::load`] does.
+    ///
+    /// # Safety
+    /// As [`Columns::load`].
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize) -> Self::Loaded<V>;
     /// The number of a group besides its scale.
     const OFFSET: OffsetKind = OffsetKind::None;
     /// A factor of the scales, because codes are taken from words as numbers divided by it: a power of two, which
@@ -91,7 +107,7 @@ pub(crate) trait CodeNumbers {
     ///
     /// # Safety
     /// As [`Vector`].
-    unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V;
+    unsafe fn take<V: Vector>(loaded: &mut Self::Loaded<V>, scales: &CodeScales<V>) -> V;
 }
 
 /// The kind of number that a group has besides its scale.
@@ -111,6 +127,13 @@ impl<const BITS: u32> CodeNumbers for Signed<BITS> {
     const BITS: u32 = BITS;
     // Codes are multiplied by 2^(32 - BITS).
     const FACTOR: Option<f32> = Some(1.0 / (1u32 << (32 - BITS)) as f32);
+    type Loaded<V: Vector> = V;
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> V {
+        // SAFETY: the panel has a vector of words from this column on.
+        unsafe { V::load(b.add(column)) }
+    }
 
     #[inline(always)]
     unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
@@ -129,6 +152,13 @@ pub(crate) struct WithMinimums<const BITS: u32>;
 impl<const BITS: u32> CodeNumbers for WithMinimums<BITS> {
     const BITS: u32 = BITS;
     const OFFSET: OffsetKind = OffsetKind::Minimum;
+    type Loaded<V: Vector> = V;
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> V {
+        // SAFETY: the panel has a vector of words from this column on.
+        unsafe { V::load(b.add(column)) }
+    }
 
     #[inline(always)]
     unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
@@ -147,6 +177,13 @@ pub(crate) struct WithZeros<const BITS: u32>;
 impl<const BITS: u32> CodeNumbers for WithZeros<BITS> {
     const BITS: u32 = BITS;
     const OFFSET: OffsetKind = OffsetKind::Zero;
+    type Loaded<V: Vector> = V;
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> V {
+        // SAFETY: the panel has a vector of words from this column on.
+        unsafe { V::load(b.add(column)) }
+    }
 
     #[inline(always)]
     unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
@@ -164,6 +201,13 @@ pub(crate) struct FromTable;
 
 impl CodeNumbers for FromTable {
     const BITS: u32 = 4;
+    type Loaded<V: Vector> = V;
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> V {
+        // SAFETY: the panel has a vector of words from this column on.
+        unsafe { V::load(b.add(column)) }
+    }
 
     #[inline(always)]
     unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
@@ -182,6 +226,13 @@ pub(crate) struct FromFloat8<const SHIFT: u32>;
 impl<const SHIFT: u32> CodeNumbers for FromFloat8<SHIFT> {
     const BITS: u32 = 8;
     const FACTOR: Option<f32> = Some(if SHIFT == E4M3_SHIFT { Float8::E4M3.factor() } else { Float8::E5M2.factor() });
+    type Loaded<V: Vector> = V;
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> V {
+        // SAFETY: the panel has a vector of words from this column on.
+        unsafe { V::load(b.add(column)) }
+    }
 
     #[inline(always)]
     unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
@@ -190,6 +241,59 @@ impl<const SHIFT: u32> CodeNumbers for FromFloat8<SHIFT> {
             let code = loaded.take_float8::<SHIFT>();
             *loaded = code.rest;
             code.number.mul(scales.scale)
+        }
+    }
+}
+
+/// Codes of 5 or 6 bits, split into words of their lower 4 bits and the `UPPER` bits above them. The upper bits of the
+/// eight codes of a word are one or two bytes.
+pub(crate) struct Split<const UPPER: u32, const HAS_MINIMUMS: bool>;
+
+/// The codes of eight steps.
+#[derive(Clone, Copy)]
+pub struct SplitCodes<V> {
+    lower: V,
+    /// The upper bits, the first step in the highest bits of a word.
+    upper: V,
+}
+
+impl<const UPPER: u32, const HAS_MINIMUMS: bool> CodeNumbers for Split<UPPER, HAS_MINIMUMS> {
+    const BITS: u32 = 4 + UPPER;
+    const STEPS: usize = 8;
+    const IS_SPLIT: bool = true;
+    const OFFSET: OffsetKind = if HAS_MINIMUMS { OffsetKind::Minimum } else { OffsetKind::None };
+    type Loaded<V: Vector> = SplitCodes<V>;
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize) -> SplitCodes<V> {
+        // SAFETY: the panel has a vector of words from this column on, and one of upper bits after its words.
+        unsafe {
+            let upper = b.add(panel).cast::<u8>().add(column * UPPER as usize);
+            SplitCodes {
+                lower: V::load(b.add(column)),
+                // The bits of a bf16 are the upper half of a word.
+                upper: if UPPER == 1 { V::load_highest_bytes(upper) } else { V::load_bf16(upper.cast()) },
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut SplitCodes<V>, scales: &CodeScales<V>) -> V {
+        // SAFETY: as this method's contract.
+        unsafe {
+            let lower = loaded.lower.take_bits::<4, false>();
+            loaded.lower = lower.rest;
+            if HAS_MINIMUMS {
+                let upper = loaded.upper.take_bits::<UPPER, false>();
+                loaded.upper = upper.rest;
+                let code = upper.number.mul_add(V::splat(16.0), lower.number);
+                return code.mul_add(scales.scale, scales.offset);
+            }
+            // The sign is among the upper bits, which are multiplied by 2^(32 - UPPER).
+            let upper = loaded.upper.take_bits::<UPPER, true>();
+            loaded.upper = upper.rest;
+            let code = upper.number.mul_add(V::splat(16.0 / (1u32 << (32 - UPPER)) as f32), lower.number);
+            code.mul(scales.scale)
         }
     }
 }
@@ -214,11 +318,13 @@ pub(crate) trait BlockScales {
 }
 
 impl<C: CodeNumbers, S: BlockScales> Columns for CodeBlocks<C, S> {
-    const STEPS: usize = 32 / C::BITS as usize;
+    const STEPS: usize = C::STEPS;
     const BLOCK: usize = S::BLOCK;
+    const BYTES: usize = C::STEPS * C::BITS as usize / 8;
     const HAS_WHOLE_PANELS: bool = true;
+    const NEEDS_FAST_TABLES: bool = C::IS_SPLIT;
     type Scales<V: Vector> = CodeScales<V>;
-    type Loaded<V: Vector> = V;
+    type Loaded<V: Vector> = C::Loaded<V>;
 
     #[inline(always)]
     fn numbers(block: &ColumnBlock) -> *const f32 {
@@ -247,13 +353,13 @@ impl<C: CodeNumbers, S: BlockScales> Columns for CodeBlocks<C, S> {
     }
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> V {
-        // SAFETY: the panel has a vector of words from this column on.
-        unsafe { V::load(b.add(column)) }
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize) -> C::Loaded<V> {
+        // SAFETY: as this method's contract.
+        unsafe { C::load(b, column, panel) }
     }
 
     #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
+    unsafe fn take<V: Vector>(loaded: &mut C::Loaded<V>, scales: &CodeScales<V>) -> V {
         // SAFETY: as this method's contract.
         unsafe { C::take(loaded, scales) }
     }

@@ -17,7 +17,7 @@ pub const GROUPS_BLOCK: usize = 64;
 /// The format of a weight of codes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct CodeFormat {
-    /// The bits of a stored code, 4 or 8.
+    /// The bits of a stored code: 4, 5, 6 or 8. Codes of 5 and 6 bits are split into their lower 4 bits and the others.
     pub bits: usize,
     pub values: CodeValues,
     pub scales: ScaleFormat,

@@ -54,7 +54,7 @@ impl<const BYTES: usize> Columns for NumberRows<BYTES> {
     unsafe fn scales<V: Vector>(_: &ColumnBlock, _: usize, _: usize) {}
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> V {
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> V {
         // SAFETY: the panel has a vector of words, or of f16, from this column on.
         unsafe { if Self::IS_WORDS { V::load(b.add(column)) } else { V::load_f16(b.cast::<u16>().add(column)) } }
     }
@@ -77,7 +77,7 @@ impl Columns for Bf16Pairs {
     unsafe fn scales<V: Vector>(_: &ColumnBlock, _: usize, _: usize) {}
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> Pair<V> {
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> Pair<V> {
         // SAFETY: the panel has a vector of pairs from this column on.
         unsafe { V::load_pairs(b.add(column)) }
     }

@@ -16,6 +16,9 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
     const LANES: usize;
     /// A truth value for each lane.
     type Mask: Copy;
+    /// Whether a table of sixteen numbers is read in one instruction, so that codes of 5 and 6 bits that are split are
+    /// as fast as codes of 8 bits.
+    const HAS_FAST_TABLES: bool = false;
 
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
@@ -29,9 +32,9 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
     unsafe fn load_pairs(from: *const f32) -> Pair<Self>;
     /// Loads bytes as the highest bits of words whose other bits are zeros.
     unsafe fn load_highest_bytes(from: *const u8) -> Self;
-    /// Takes the highest 4 or 8 bits of each word. Where `IS_SIGNED`, the bits are in two's complement, and the number
-    /// is multiplied by 2^(32 - BITS), since the bits stay at the top of the word: that takes one mask. Moving them
-    /// down with their sign would take a second shift, which AMD's processors run on half of their ports.
+    /// Takes the highest 1, 2, 4 or 8 bits of each word. Where `IS_SIGNED`, the bits are in two's complement, and the
+    /// number is multiplied by 2^(32 - BITS), since the bits stay at the top of the word: that takes one mask. Moving
+    /// them down with their sign would take a second shift, which AMD's processors run on half of their ports.
     unsafe fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> TakenBits<Self>;
     /// Takes the highest 4 bits of each word as the index of a number of a table of sixteen.
     unsafe fn take_entries(self, table: *const f32) -> TakenBits<Self>;
@@ -133,6 +136,7 @@ pub struct Layout {
     pub depth: usize,
     pub panel: usize,
     pub block: usize,
+    pub has_fast_tables: bool,
 }
 
 /// The operations of an instruction set for one type of operand. Matrices consist of 32-bit words: an f32, or a pair of
@@ -170,6 +174,7 @@ pub trait Kernel: Sized {
         depth: Self::DEPTH,
         panel: Self::PANEL,
         block: Self::BLOCK,
+        has_fast_tables: <Self::Vector as Vector>::HAS_FAST_TABLES,
     };
 
     /// Configures tile registers for products on this thread, until the result is dropped. Tasks that multiply call
@@ -283,6 +288,8 @@ pub trait Columns {
     /// Whether every panel has all columns in memory, and products compute all of them. There are many formats of
     /// codes, for each of which fewer tiles are compiled then.
     const HAS_WHOLE_PANELS: bool = false;
+    /// Whether the format is used by instruction sets with [`Vector::HAS_FAST_TABLES`] alone.
+    const NEEDS_FAST_TABLES: bool = false;
 
     /// The scales of a vector of columns.
     type Scales<V: Vector>: Copy;
@@ -305,11 +312,12 @@ pub trait Columns {
     /// As [`Vector::load`], for the scales of the block from the column on.
     unsafe fn scales<V: Vector>(block: &ColumnBlock, group: usize, column: usize) -> Self::Scales<V>;
 
-    /// Loads `STEPS` steps of a vector of columns, from words `b` of a block and a column on.
+    /// Loads `STEPS` steps of a vector of columns, from words `b` of a block and a column of a panel of `panel` columns
+    /// on.
     ///
     /// # Safety
     /// As [`Vector::load`], for `STEPS` steps of the block from the column on.
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> Self::Loaded<V>;
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize) -> Self::Loaded<V>;
 
     /// Returns the numbers of the first of the remaining steps, and removes that step.
     ///

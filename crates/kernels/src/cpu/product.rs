@@ -38,6 +38,9 @@ struct MultiplyFormat<'a, K> {
 impl<K: Kernel> WithColumns for MultiplyFormat<'_, K> {
     #[inline(always)]
     unsafe fn run<B: Columns>(self) {
+        if const { B::NEEDS_FAST_TABLES && !K::Vector::HAS_FAST_TABLES } {
+            unreachable!("weights have other formats on this instruction set");
+        }
         // SAFETY: the product is valid for the kernel, by the contract of `multiply`.
         unsafe { run::<K, B>(self.product) }
     }
@@ -98,9 +101,9 @@ unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
                     if const { !B::IS_WORDS } {
                         prefetch_bytes::<K::Vector>(b.cast::<u8>().wrapping_add(PREFETCH_BYTES), B::BYTES * K::PANEL);
                     }
-                    let mut loaded = [B::load(b, 0); N];
+                    let mut loaded = [B::load(b, 0, K::PANEL); N];
                     for (n, vector) in loaded.iter_mut().enumerate().skip(1) {
-                        *vector = B::load(b, n * K::Vector::LANES);
+                        *vector = B::load(b, n * K::Vector::LANES, K::PANEL);
                     }
                     for _ in 0..B::STEPS {
                         let mut columns = [K::Vector::splat(0.0); N];

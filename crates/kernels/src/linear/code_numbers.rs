@@ -24,11 +24,32 @@ pub(super) unsafe fn unpack_codes<E: Number>(
             let scale = CodeScale::read(block.cast(), panel, column, format, group);
             for (n, number) in group_numbers.iter_mut().enumerate() {
                 let at = group * format.group() + n;
-                // The code is the highest bits of the word.
-                let word = *words.add(at * bits / 32 * panel + column) << (at * bits % 32);
-                *number = E::from_f32(scale.number(format, word));
+                *number = E::from_f32(scale.number(format, read_code(words, panel, column, bits, at)));
             }
         }
+    }
+}
+
+/// Reads the code at a step of a column, into the highest bits of a word whose other bits are arbitrary.
+///
+/// # Safety
+/// The words begin at `words`, and have the step and the column.
+unsafe fn read_code(words: *const u32, panel: usize, column: usize, bits: usize, at: usize) -> u32 {
+    // SAFETY: as this function's contract.
+    unsafe {
+        if bits == 4 || bits == 8 {
+            return *words.add(at * bits / 32 * panel + column) << (at * bits % 32);
+        }
+        // Eight steps have a word of lower bits and one or two bytes of upper bits.
+        let row = words.byte_add(at / 8 * bits * panel);
+        let lower = *row.add(column) << (at % 8 * 4) >> 28;
+        let uppers = row.add(panel).cast::<u8>();
+        let upper = match bits {
+            5 => u32::from(*uppers.add(column)) << 24,
+            _ => u32::from(uppers.cast::<u16>().add(column).read_unaligned()) << 16,
+        };
+        let upper_bits = bits - 4;
+        upper << (at % 8 * upper_bits) >> (32 - upper_bits) << (32 - upper_bits) | lower << (28 - upper_bits)
     }
 }
 

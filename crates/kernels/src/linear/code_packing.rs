@@ -8,9 +8,9 @@ use super::codes::{Codes, NestedScales, Scales, Values};
 use super::weight::{PackedWeight, WeightShape};
 use crate::cpu::{
     CODE_BLOCK, CodeFormat, CodeTable, CodeValues, Float8, Format, GROUPS_BLOCK, GroupFormat, InstructionSet,
-    NESTED_BLOCK, NumberFormat, Offset, ScaleFormat,
+    NESTED_BLOCK, NumberFormat, Offset, ScaleFormat, kernel_layout,
 };
-use crate::error::Error;
+use crate::error::{Error, check_instruction_set};
 
 /// The smallest scale that stays exact when signed codes are multiplied by 2^28 and scales divided by it.
 const LEAST_SIGNED_SCALE: f32 = f32::from_bits((127 - 90) << 23);
@@ -31,10 +31,11 @@ impl PackedWeight {
     /// compute its numbers to the bit: for groups that are no multiple of 16, infinite and NaN floats of 8 bits, and
     /// minimums with scales in f32 on [`InstructionSet::Scalar`], which rounds sums of products twice.
     ///
-    /// The weight takes 4 or 8 bits for each code. Scales and minimums take 16 bits, or 32 where 16 do not have their
-    /// digits. Scales in bytes take 8 bits where they are E4M3 times a factor, zeros take 8 bits where they are whole,
-    /// and nested scales are stored as in the file. A scale is stored once for each group of 16, 32 or 64 inputs, and
-    /// repeated in larger groups.
+    /// The weight takes 4 or 8 bits for each code; with AVX-512, signed codes and codes with minimums of 5 or 6 bits
+    /// take their own bits. Scales and minimums take 16 bits, or 32 where 16 do not have their digits. Scales in bytes
+    /// take 8 bits where they are E4M3 times a factor, zeros take 8 bits where they are whole, and nested scales are
+    /// stored as in the file. A scale is stored once for each group of 16, 32 or 64 inputs, and repeated in larger
+    /// groups.
     ///
     /// # Errors
     /// [`Error::Shape`] for bits, groups and scales that [`Codes`] does not have, slices whose lengths do not
@@ -45,6 +46,7 @@ impl PackedWeight {
         shape: WeightShape,
         instruction_set: InstructionSet,
     ) -> Result<Option<Self>, Error> {
+        check_instruction_set(instruction_set)?;
         codes.check(shape)?;
         let Some(packing) = Packing::new(codes, shape, instruction_set) else { return Ok(None) };
         let format = Format::Codes(packing.format);
@@ -98,7 +100,6 @@ impl<'a> Packing<'a> {
     pub fn new(codes: &Codes<'a>, shape: WeightShape, instruction_set: InstructionSet) -> Option<Self> {
         let &Codes { bits, codes: all_codes, group, values, scales } = codes;
         let inputs = shape.inputs;
-        let stored_bits = if bits <= 4 { 4 } else { 8 };
         let scale = scales.format();
         let PackedValues { values: packed_values, offsets, offset } = match values {
             Values::Signed => signed_values(bits, &scales, scale),
@@ -122,6 +123,13 @@ impl<'a> Packing<'a> {
             },
             Values::E4M3 => float8_values(Float8::E4M3, all_codes, &scales)?,
             Values::E5M2 => float8_values(Float8::E5M2, all_codes, &scales)?,
+        };
+        // Other values have no columns of split codes.
+        let may_be_split = matches!(packed_values, CodeValues::Signed | CodeValues::Minimums);
+        let stored_bits = match bits {
+            ..=4 => 4,
+            5 | 6 if may_be_split && kernel_layout(instruction_set, false).has_fast_tables => bits,
+            _ => 8,
         };
         let format = CodeFormat {
             bits: stored_bits,
@@ -164,15 +172,27 @@ impl<'a> Packing<'a> {
                 let block_to = &mut to[block * block_bytes..][..block_bytes];
                 let (scales_to, words_to) = block_to.split_at_mut(format.bytes_before_codes() * panel);
                 self.write_scales(output, block, &mut ScaleWriter { to: scales_to, panel, column });
-                for (index, codes_of_word) in block_codes.chunks(32 / bits).enumerate() {
+                // Codes of 5 and 6 bits have words of their lower bits, each with its upper bits after it.
+                let upper_bits = if bits == 8 { 0 } else { bits - 4 };
+                let lower_bits = bits - upper_bits;
+                let steps = 32 / lower_bits;
+                let rows_to = words_to.chunks_exact_mut((steps * bits / 8) * panel);
+                for (codes_of_word, to) in block_codes.chunks(steps).zip(rows_to) {
                     // The first code is the highest of the word.
                     let mut word = 0;
+                    let mut upper = 0u32;
                     for (n, &code) in codes_of_word.iter().enumerate() {
-                        let stored = (code + self.added) ^ self.inverted;
-                        word |= u32::from(stored) << (32 - bits * (n + 1));
+                        let stored = u32::from((code + self.added) ^ self.inverted);
+                        word |= (stored & ((1 << lower_bits) - 1)) << (32 - lower_bits * (n + 1));
+                        upper |= stored >> lower_bits << (steps - n - 1) * upper_bits;
                     }
-                    let at = (index * panel + column) * size_of::<u32>();
-                    words_to[at..at + size_of::<u32>()].copy_from_slice(&word.to_ne_bytes());
+                    let (words, uppers) = to.split_at_mut(panel * size_of::<u32>());
+                    words[column * size_of::<u32>()..][..size_of::<u32>()].copy_from_slice(&word.to_ne_bytes());
+                    match upper_bits {
+                        1 => uppers[column] = upper as u8,
+                        2 => uppers[2 * column..][..2].copy_from_slice(&(upper as u16).to_ne_bytes()),
+                        _ => {}
+                    }
                 }
             }
         }

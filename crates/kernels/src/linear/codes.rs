@@ -31,7 +31,7 @@ const LARGEST_EXACT_SCALE: u8 = 63;
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Codes<'a> {
-    /// The bits of a code: 2 to 6, or 8. In the packed weight codes take 4 or 8 bits.
+    /// The bits of a code: 2 to 6, or 8.
     pub bits: usize,
     /// The codes, (out, in), each below 2^bits.
     pub codes: &'a [u8],

@@ -241,6 +241,9 @@ struct WidenFormat<'a, V> {
 impl<V: Vector> WithColumns for WidenFormat<'_, V> {
     #[inline(always)]
     unsafe fn run<B: Columns>(self) {
+        if const { B::NEEDS_FAST_TABLES && !V::HAS_FAST_TABLES } {
+            unreachable!("weights have other formats on this instruction set");
+        }
         let Widen { weight, panel, columns, inputs, to, stride } = self.widen;
         for first in (inputs.start / B::BLOCK * B::BLOCK..inputs.end).step_by(B::BLOCK) {
             let block = ColumnBlock { at: weight.at(panel, first), panel: weight.panel, format: &weight.format };
@@ -258,7 +261,7 @@ impl<V: Vector> WithColumns for WidenFormat<'_, V> {
                     unsafe {
                         let scales = B::scales::<V>(&block, group_index, column);
                         for step in (group_start..group_start + group).step_by(B::STEPS) {
-                            let mut loaded = B::load::<V>(words, column);
+                            let mut loaded = B::load::<V>(words, column, weight.panel);
                             for input in step..step + B::STEPS {
                                 let numbers = B::take(&mut loaded, &scales);
                                 if inputs.contains(&input) {

@@ -17,9 +17,10 @@ const LARGEST_NESTED_CODE: u8 = 127;
 impl PackedLinear {
     /// Packs a quantised weight, with `bias` (out,) in f32, bf16 or f16, for inputs in f32, bf16 and f16.
     ///
-    /// Codes stay codes: of up to 4 bits they take 4, of 5 to 8 bits 8, next to their scales. Products are
-    /// summed in f32 and rounded to the input's dtype once, with the bits of [`new`](Self::new) for the
-    /// [dequantised](QuantizedWeight::dequantize) numbers in f32. Gradients of the input are products of the same kind.
+    /// Codes stay codes: of up to 4 bits they take 4, of 5 and 6 bits their own bits with AVX-512 and 8 otherwise, next
+    /// to their scales. Products are summed in f32 and rounded to the input's dtype once, with the bits of
+    /// [`new`](Self::new) for the [dequantised](QuantizedWeight::dequantize) numbers in f32. Gradients of the input are
+    /// products of the same kind.
     ///
     /// The numbers are dequantised to f32 with a bias that is tracked for gradients, and where the kernels would not
     /// have their bits: for groups that are no multiple of 16, and floats of 8 bits that are infinite or NaN.

@@ -15,10 +15,10 @@ use candle_attention_kernels::linear::WeightShape;
 impl PackedLinear {
     /// Packs `weight` (out, in) in any type of GGUF files, with `bias` (out,) in f32, for inputs in f32.
     ///
-    /// On a CPU, Q8_0, Q8_K, Q5_0, Q5_1, Q5_K and Q6_K are stored in 8 bits per number, and Q4_0, Q4_1, Q2_K, Q3_K and
-    /// Q4_K in 4, with their scales and minimums: 1.06 to 1.19 bytes per number, and 0.56 to 0.69. They are multiplied
-    /// in f32, with the bits of [`new`](Self::new) for the dequantised numbers. F32, F16 and BF16 are packed as they
-    /// are.
+    /// On a CPU, Q8_0 and Q8_K are stored in 8 bits per number, Q4_0, Q4_1, Q2_K, Q3_K and Q4_K in 4, and Q5_0, Q5_1,
+    /// Q5_K and Q6_K in their own bits with AVX-512 and in 8 bits otherwise, with their scales and minimums next to
+    /// them. They are multiplied in f32, with the bits of [`new`](Self::new) for the dequantised numbers. F32, F16 and
+    /// BF16 are packed as they are.
     ///
     /// On CUDA, where kernels are available, the codes of all types but F32, F16 and BF16 are stored as they are
     /// ([`from_quantized_on`](Self::from_quantized_on)). On other devices, and with a bias that is tracked for

@@ -24,21 +24,41 @@ unsafe fn add_quarters(a: __m512, b: __m512) -> __m512 {
     }
 }
 
-/// The number that each 4 bits are without a sign, and in two's complement times 2^28.
-const NIBBLES: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
-const SIGNED_NIBBLES: [f32; 16] = {
+/// The number that the lowest 1, 2 or 4 bits of an index are without a sign. A table has an equal entry for each value
+/// of the bits above them.
+const BITS_OF_ONE: [f32; 16] = numbers_of_bits(1);
+const PAIRS: [f32; 16] = numbers_of_bits(2);
+const NIBBLES: [f32; 16] = numbers_of_bits(4);
+
+const fn numbers_of_bits(bits: u32) -> [f32; 16] {
     let mut numbers = [0.0; 16];
-    let mut bits = 0;
-    while bits < 16 {
-        numbers[bits] = ((bits as u32) << 28).cast_signed() as f32;
-        bits += 1;
+    let mut index = 0;
+    while index < 16 {
+        numbers[index] = (index as u32 & ((1 << bits) - 1)) as f32;
+        index += 1;
     }
     numbers
-};
+}
+
+/// The number that the lowest 1, 2 or 4 bits of an index are in two's complement, as the highest bits of a word.
+const SIGNED_BITS: [f32; 16] = signed_numbers_of_bits(1);
+const SIGNED_PAIRS: [f32; 16] = signed_numbers_of_bits(2);
+const SIGNED_NIBBLES: [f32; 16] = signed_numbers_of_bits(4);
+
+const fn signed_numbers_of_bits(bits: u32) -> [f32; 16] {
+    let mut numbers = [0.0; 16];
+    let mut index = 0;
+    while index < 16 {
+        numbers[index] = ((index as u32) << (32 - bits)).cast_signed() as f32;
+        index += 1;
+    }
+    numbers
+}
 
 impl Vector for Avx512 {
     const LANES: usize = 16;
     type Mask = __mmask16;
+    const HAS_FAST_TABLES: bool = true;
 
     simd_fns! {
         fn splat(x: f32) -> Self { Self(_mm512_set1_ps(x)) }
@@ -66,7 +86,18 @@ impl Vector for Avx512 {
                 let numbers = _mm512_permutexvar_ps(rotated, _mm512_loadu_ps(table.as_ptr()));
                 return TakenBits { number: Self(numbers), rest: Self(_mm512_castsi512_ps(rotated)) };
             }
-            const { assert!(BITS == 4 || BITS == 8) };
+            if BITS < 4 {
+                let rotated = _mm512_rolv_epi32(words, _mm512_set1_epi32(BITS as i32));
+                let table = match (BITS, IS_SIGNED) {
+                    (1, true) => SIGNED_BITS.as_ptr(),
+                    (1, false) => BITS_OF_ONE.as_ptr(),
+                    (_, true) => SIGNED_PAIRS.as_ptr(),
+                    (_, false) => PAIRS.as_ptr(),
+                };
+                let numbers = _mm512_permutexvar_ps(rotated, _mm512_loadu_ps(table));
+                return TakenBits { number: Self(numbers), rest: Self(_mm512_castsi512_ps(rotated)) };
+            }
+            const { assert!(BITS <= 8) };
             let highest = match IS_SIGNED {
                 true => _mm512_and_si512(words, _mm512_set1_epi32(-1 << 24)),
                 false => _mm512_srli_epi32::<24>(words),

@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use crate::cpu::InstructionSet;
 use crate::cpu::tests::Sequence;
 use crate::linear::{Codes, NESTED_BLOCK, NestedScales, Scales, Values, WeightShape};
 
@@ -60,7 +61,13 @@ impl CodeKind {
             (4, 32, Table, Nested),
             (3, 32, Minimums, F16),
             (5, 32, Signed, F16),
+            (5, 32, Minimums, Nested),
+            (5, 64, WholeZeros, F16),
+            (5, 64, Minimums, BF16),
+            (6, 16, Signed, Nested),
+            (6, 32, Minimums, F16),
             (6, 64, Minimums, BF16),
+            (6, 64, Signed, BF16),
             (4, 128, WholeZeros, F16),
             (3, 64, WholeZeros, BF16),
             (8, 128, WholeZeros, F16),
@@ -97,8 +104,19 @@ impl CodeKind {
     }
 
     /// Returns the bytes of 64 inputs of an output in memory.
-    pub fn bytes_of_64_inputs(self) -> usize {
-        let codes = if self.bits <= 4 { 32 } else { 64 };
+    pub fn bytes_of_64_inputs(self, instruction_set: InstructionSet) -> usize {
+        let is_linear = match self.values {
+            ValueKind::Signed | ValueKind::Minimums => true,
+            // The zeros become minimums where the scales have few digits.
+            ValueKind::WholeZeros | ValueKind::ShortZeros => self.scales != ScaleKind::F32,
+            ValueKind::Zeros | ValueKind::Table | ValueKind::E4M3 | ValueKind::E5M2 => false,
+        };
+        let has_split_codes = is_linear && instruction_set >= InstructionSet::Avx512;
+        let codes = match self.bits {
+            ..=4 => 32,
+            5 | 6 if has_split_codes => 8 * self.bits,
+            _ => 64,
+        };
         let groups = 64 / self.group.min(64);
         let scale = match self.scales {
             ScaleKind::Nested => {

@@ -246,7 +246,7 @@ fn packed_codes_memory_is_bits_and_scales() {
             // Whole panels of every instruction set.
             let shape = weight_shape(96, 128);
             let Some(PackedCodes { packed, .. }) = codes(kind, shape, instruction_set, 1) else { continue };
-            assert_eq!(packed.memory(), 96 * 2 * kind.bytes_of_64_inputs(), "{kind:?}: {packed:?}");
+            assert_eq!(packed.memory(), 96 * 2 * kind.bytes_of_64_inputs(instruction_set), "{kind:?}: {packed:?}");
         }
     }
 }
