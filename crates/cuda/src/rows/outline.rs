@@ -11,8 +11,9 @@ use crate::unsupported::Unsupported;
 
 /// A call of kernels over rows.
 ///
-/// An operation is its source in `kernels/`, its argument, which `kernel_struct` declares, the functions of this trait,
-/// and a function for each pass, which allocates its results by a [`Run`], fills the argument and launches.
+/// An operation is its source in `kernels/`, which `source.rs` lists, and a file here with its argument, which
+/// `kernel_struct` declares, the functions of this trait, and a function for each pass, which allocates its results by
+/// a [`Run`], fills the argument and launches.
 pub(super) trait RowsCall {
     /// The only argument of the kernels.
     type Arguments: KernelArguments;

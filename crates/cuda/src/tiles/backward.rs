@@ -32,11 +32,11 @@ pub(crate) struct BackwardKernels {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct KeyTile {
     pub warps: usize,
-    /// Rows of 16 keys of a warp.
+    /// The number of rows of 16 keys that a warp computes.
     pub row_tiles: usize,
-    /// Warps that share their keys.
+    /// The number of warps that share their keys.
     pub warps_per_keys: usize,
-    /// Queries of a tile.
+    /// The number of queries of a tile.
     pub queries: usize,
 }
 
@@ -53,9 +53,9 @@ pub(crate) enum QueryGradient {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct QueryTile {
     pub warps: usize,
-    /// Rows of 16 queries of a warp.
+    /// The number of rows of 16 queries that a warp computes.
     pub row_tiles: usize,
-    /// Keys of a tile.
+    /// The number of keys of a tile.
     pub keys: usize,
 }
 

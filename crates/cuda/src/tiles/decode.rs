@@ -11,9 +11,9 @@ use crate::unsupported::Unsupported;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct DecodeTile {
     pub warps: usize,
-    /// Keys of a tile.
+    /// The number of keys of a tile.
     pub keys: usize,
-    /// Tiles of a warp in shared memory.
+    /// The number of tiles that a warp has in shared memory.
     pub stages: usize,
 }
 

@@ -11,11 +11,11 @@ use crate::unsupported::Unsupported;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ForwardTile {
     pub warps: usize,
-    /// Rows of 16 queries of a warp.
+    /// The number of rows of 16 queries that a warp computes.
     pub row_tiles: usize,
-    /// Keys of a tile.
+    /// The number of keys of a tile.
     pub keys: usize,
-    /// Tiles of keys and values in shared memory.
+    /// The number of tiles of keys, and of values, in shared memory.
     pub stages: usize,
     pub queries_in_registers: bool,
 }
