@@ -177,16 +177,16 @@ impl<'a> Packing<'a> {
                 let lower_bits = bits - upper_bits;
                 let steps = 32 / lower_bits;
                 let rows_to = words_to.chunks_exact_mut((steps * bits / 8) * panel);
-                for (codes_of_word, to) in block_codes.chunks(steps).zip(rows_to) {
+                for (codes_of_word, row) in block_codes.chunks(steps).zip(rows_to) {
                     // The first code is the highest of the word.
                     let mut word = 0;
                     let mut upper = 0u32;
                     for (n, &code) in codes_of_word.iter().enumerate() {
                         let stored = u32::from((code + self.added) ^ self.inverted);
                         word |= (stored & ((1 << lower_bits) - 1)) << (32 - lower_bits * (n + 1));
-                        upper |= stored >> lower_bits << (steps - n - 1) * upper_bits;
+                        upper |= (stored >> lower_bits) << ((steps - n - 1) * upper_bits);
                     }
-                    let (words, uppers) = to.split_at_mut(panel * size_of::<u32>());
+                    let (words, uppers) = row.split_at_mut(panel * size_of::<u32>());
                     words[column * size_of::<u32>()..][..size_of::<u32>()].copy_from_slice(&word.to_ne_bytes());
                     match upper_bits {
                         1 => uppers[column] = upper as u8,
