@@ -18,10 +18,10 @@
 //! the weights of Gemma's norms include the 1 that the model adds; packed projections have their rows by part.
 //!
 //! Inputs and outputs are f32, as in llama.cpp. Weights are packed by [`PackedLinear::from_qtensor`]: f32, f16 and bf16
-//! unchanged, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and K-quants (Q2_K to Q6_K) as codes of 4 or 8 bits, without loss. On CUDA
-//! and Metal, K-quants are multiplied by Candle's `QMatMul`. The types that Candle does not have (IQ1 to IQ4, TQ1_0,
-//! TQ2_0, MXFP4, NVFP4, Q1_0) are packed as codes of 4 bits on a CPU, and dequantised on other devices. A tensor of a
-//! type that is not known is an error when it is loaded.
+//! unchanged, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and K-quants (Q2_K to Q6_K) as codes of 4 or 8 bits, without loss. On CUDA,
+//! codes are stored in their own bits; on Metal, K-quants are multiplied by Candle's `QMatMul`. The types that Candle
+//! does not have (IQ1 to IQ4, TQ1_0, TQ2_0, MXFP4, NVFP4, Q1_0) are packed as codes of 4 bits on a CPU and on CUDA, and
+//! dequantised on Metal. A tensor of a type that is not known is an error when it is loaded.
 
 mod architectures;
 mod builder;
