@@ -141,7 +141,7 @@ fn bitsandbytes_eight_bits_with_misfit_tensors_is_an_error() -> Result<()> {
 fn hqq_with_misfit_tensors_is_an_error() -> Result<()> {
     let number = |name, value: i32| Part { bytes: value.to_le_bytes().to_vec(), ..part(name, Dtype::I32, &[]) };
     let shape = |numbers: [i64; 2]| Part {
-        bytes: numbers.iter().flat_map(|number| number.to_le_bytes()).collect(),
+        bytes: numbers.iter().flat_map(|size| size.to_le_bytes()).collect(),
         ..part("shape", Dtype::I64, &[2])
     };
     let parts = vec![
@@ -326,14 +326,14 @@ fn float8_with_scales_of_another_shape_names_the_blocks_of_the_config() -> Resul
     assert_fault(layer.read_with(&scale(&[1, 3])), "or one for each block of 32 by 48");
     assert_fault(layer.read_with(&part("weight_scale_inv", Dtype::I32, &[1, 2])), "weight_scale_inv has dtype I32");
     assert_fault(layer.read_without("weight_scale_inv"), "a builder of F8E4M3 returns weights as stored");
-    let with_blocks = |config| Layer { config, parts: layer.parts.clone(), metadata: None }.read(&layer.parts);
-    for config in [
+    let read_with_config = |text| Layer { config: text, parts: layer.parts.clone(), metadata: None }.read(&layer.parts);
+    for text in [
         r#"{"quantization_config": {"weight_block_size": [0, 48]}}"#,
         r#"{"quantization_config": {"weight_block_size": [-1, 48]}}"#,
         r#"{"quantization_config": {"weight_block_size": [32]}}"#,
         r#"{"quantization_config": {"weight_block_size": "32"}}"#,
     ] {
-        assert_fault(with_blocks(config), "or one for each block of 128 by 128");
+        assert_fault(read_with_config(text), "or one for each block of 128 by 128");
     }
     let e5m2 = |shape: &[usize]| [part("weight", Dtype::F8_E5M2, &[2, 64]), scale(shape)];
     layer.read(&e5m2(&[1, 2]))?;

@@ -207,24 +207,25 @@ struct Changed {
     bytes: Vec<u8>,
 }
 
-/// Returns the tensor with less of it, as bytes, as floats, and with other numbers.
+/// Returns the tensor as bytes, as whole numbers, without elements, with other numbers, and with a row less or more.
 fn changes(tensor: &TensorView) -> Vec<Changed> {
-    let bytes = tensor.data();
-    let whole = |dtype, shape, bytes| Changed { dtype, shape, bytes };
+    let data = tensor.data();
+    let (dtype, shape) = (tensor.dtype(), tensor.shape().to_vec());
+    let words = data.len() / 4;
     let mut all = vec![
-        whole(Dtype::U8, vec![bytes.len()], bytes.to_vec()),
-        whole(Dtype::I32, vec![bytes.len() / 4], bytes[..bytes.len() / 4 * 4].to_vec()),
-        whole(Dtype::F32, vec![0, 7], Vec::new()),
-        whole(tensor.dtype(), tensor.shape().to_vec(), vec![0xff; bytes.len()]),
-        whole(tensor.dtype(), tensor.shape().to_vec(), vec![0; bytes.len()]),
+        Changed { dtype: Dtype::U8, shape: vec![data.len()], bytes: data.to_vec() },
+        Changed { dtype: Dtype::I32, shape: vec![words], bytes: data[..words * 4].to_vec() },
+        Changed { dtype: Dtype::F32, shape: vec![0, 7], bytes: Vec::new() },
+        Changed { dtype, shape: shape.clone(), bytes: vec![0xff; data.len()] },
+        Changed { dtype, shape: shape.clone(), bytes: vec![0; data.len()] },
     ];
-    if let [rows, rest @ ..] = tensor.shape()
+    if let [rows, rest @ ..] = shape.as_slice()
         && *rows > 1
     {
-        let row = bytes.len() / rows;
-        let shape = |rows| [&[rows], rest].concat();
-        all.push(whole(tensor.dtype(), shape(rows - 1), bytes[row..].to_vec()));
-        all.push(whole(tensor.dtype(), shape(rows + 1), [bytes, &bytes[..row]].concat()));
+        let row = data.len() / rows;
+        let of_rows = |count| [&[count], rest].concat();
+        all.push(Changed { dtype, shape: of_rows(rows - 1), bytes: data[row..].to_vec() });
+        all.push(Changed { dtype, shape: of_rows(rows + 1), bytes: [data, &data[..row]].concat() });
     }
     all
 }
@@ -234,9 +235,9 @@ fn changes(tensor: &TensorView) -> Vec<Changed> {
 fn quantized_layers_with_a_changed_tensor_are_read_or_are_errors() -> Result<()> {
     let weight = format!("{LAYER}.q_proj.weight");
     for case in cases()? {
-        let bytes = fs::read(case.folder.join("model.safetensors"))?;
-        let (_, header) = SafeTensors::read_metadata(&bytes)?;
-        let stored = SafeTensors::deserialize(&bytes)?;
+        let file = fs::read(case.folder.join("model.safetensors"))?;
+        let (_, header) = SafeTensors::read_metadata(&file)?;
+        let stored = SafeTensors::deserialize(&file)?;
         let own: Vec<_> = stored.tensors().into_iter().filter(|(name, _)| name.contains(".q_proj.")).collect();
         let folder = tempfile::tempdir()?;
         fs::copy(case.folder.join("config.json"), folder.path().join("config.json"))?;
