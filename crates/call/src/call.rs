@@ -57,9 +57,10 @@ impl<T, K> AttentionCall<T, K> {
             k: change(Input::K, k)?,
             v: change(Input::V, v)?,
             kv_scales: match kv_scales {
-                Some(KvScales { k, v }) => {
-                    Some(KvScales { k: change(Input::KeyScales, k)?, v: change(Input::ValueScales, v)? })
-                }
+                Some(scales) => Some(KvScales {
+                    k: change(Input::KeyScales, &scales.k)?,
+                    v: change(Input::ValueScales, &scales.v)?,
+                }),
                 None => None,
             },
             keys,

@@ -104,9 +104,9 @@ impl<T> BoundedKeys<T> {
             FirstPosition::Each(positions) => FirstPosition::Each(change(Input::FirstPositions, positions)?),
         };
         let intervals = match intervals {
-            Some(Intervals { starts, ends }) => Some(Intervals {
-                starts: change(Input::IntervalStarts, starts)?,
-                ends: change(Input::IntervalEnds, ends)?,
+            Some(bounds) => Some(Intervals {
+                starts: change(Input::IntervalStarts, &bounds.starts)?,
+                ends: change(Input::IntervalEnds, &bounds.ends)?,
             }),
             None => None,
         };

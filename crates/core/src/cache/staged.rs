@@ -294,7 +294,7 @@ impl CachedCall<'_> {
                 return run_on(choice, call, wanted);
             }
         }
-        attend(self.call_of_floats(op, q, &rows)?, wanted)?.to_dtype(q.dtype())
+        attend(self.call_of_floats(op, q, &rows)?, wanted)?.into_dtype(q.dtype())
     }
 
     /// Returns the path of attention for its output.

@@ -46,7 +46,7 @@ impl Attended {
     }
 
     /// Converts the output and the weights to the dtype of the queries.
-    pub fn to_dtype(mut self, dtype: DType) -> Result<Self> {
+    pub fn into_dtype(mut self, dtype: DType) -> Result<Self> {
         self.output = self.output.to_dtype(dtype)?;
         self.weights = self.weights.map(|weights| weights.to_dtype(dtype)).transpose()?;
         Ok(self)

@@ -91,9 +91,9 @@ fn set_keys<'t>(
     arguments.key_starts = operands.optional_input(Input::Starts.name(), starts.as_ref())?;
     arguments.key_lengths = operands.optional_input(Input::Lengths.name(), lengths.as_ref())?;
     arguments.prefix_lengths = operands.optional_input(Input::Prefixes.name(), prefixes.as_ref())?;
-    if let Some(Intervals { starts, ends }) = intervals {
-        arguments.first_keys = operands.input(Input::IntervalStarts.name(), starts)?;
-        arguments.end_keys = operands.input(Input::IntervalEnds.name(), ends)?;
+    if let Some(Intervals { starts: first_keys, ends: end_keys }) = intervals {
+        arguments.first_keys = operands.input(Input::IntervalStarts.name(), first_keys)?;
+        arguments.end_keys = operands.input(Input::IntervalEnds.name(), end_keys)?;
     }
     Ok(())
 }

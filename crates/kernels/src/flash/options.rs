@@ -80,9 +80,9 @@ impl<'a> TileModifiers<'a> {
         }
         if let Some(biases) = relative_bias {
             let rows = biases.head_rows("relative bias")?;
-            let relative_bias = TileRelativeBias { rows, len: diagonals.len, origins: diagonals.origins };
-            relative_bias.check(dims, ranges)?;
-            modifiers.relative_bias = Some(relative_bias);
+            let of_tiles = TileRelativeBias { rows, len: diagonals.len, origins: diagonals.origins };
+            of_tiles.check(dims, ranges)?;
+            modifiers.relative_bias = Some(of_tiles);
         }
         if let Some(bias) = bias {
             let bias = bias.entries("bias")?;

@@ -314,10 +314,10 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
     /// For a list that is not contiguous, and for another rank, dtype or device.
     pub fn view(&self) -> Result<View<'_>> {
         let numbers = match &*self.storage {
-            Storage::Cpu(CpuStorage::F32(numbers)) => Numbers::F32(self.from_start(numbers)?),
-            Storage::Cpu(CpuStorage::BF16(numbers)) => Numbers::BF16(self.from_start(numbers)?),
-            Storage::Cpu(CpuStorage::F16(numbers)) => Numbers::F16(self.from_start(numbers)?),
-            Storage::Cpu(CpuStorage::U8(numbers)) => Numbers::U8(self.from_start(numbers)?),
+            Storage::Cpu(CpuStorage::F32(numbers)) => Numbers::F32(self.numbers_from_start(numbers)?),
+            Storage::Cpu(CpuStorage::BF16(numbers)) => Numbers::BF16(self.numbers_from_start(numbers)?),
+            Storage::Cpu(CpuStorage::F16(numbers)) => Numbers::F16(self.numbers_from_start(numbers)?),
+            Storage::Cpu(CpuStorage::U8(numbers)) => Numbers::U8(self.numbers_from_start(numbers)?),
             Storage::Cpu(_) => bail!("expected a tensor in F32, BF16, F16 or U8, found {:?}", self.storage.dtype()),
             _ => bail!("expected a tensor on the CPU, found one on {:?}", self.storage.device().location()),
         };
@@ -337,7 +337,7 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
     }
 
     /// Returns the numbers from the first of the tensor on; of a list, its own numbers alone.
-    fn from_start<'s, E: WithDType>(&'s self, numbers: &'s [E]) -> Result<&'s [E]> {
+    fn numbers_from_start<'s, E: WithDType>(&'s self, numbers: &'s [E]) -> Result<&'s [E]> {
         if self.layout.dims().len() == 1 {
             return self.contiguous();
         }
