@@ -74,7 +74,7 @@ fn model(folder: &Path) -> Result<Model> {
     let name = folder.file_name().expect("a name").to_string_lossy().into_owned();
     let config: Value = read_json(folder.join("config.json"));
     let checkpoint = Checkpoint::open(folder)?;
-    let there: Vec<_> = checkpoint.shapes().map(|(name, _)| name).collect();
+    let there: Vec<_> = checkpoint.shapes().map(|(own, _)| own).collect();
     let mut added = HashMap::new();
     for (parameter, shape) in llama_shapes(&config) {
         if !there.contains(&parameter.as_str()) {
@@ -203,7 +203,7 @@ fn plain_weights_that_are_quantized_at_load_match_their_dequantized_codes() -> R
     let error = error_text(plain.with_quantization(QuantizationFormat::Int4 { group: 128 }));
     assert!(error.contains("no weight of the checkpoint has floats and inputs in whole groups"), "{error}");
     let twice = Checkpoint::open(&model.folder)?.with_quantization(QuantizationFormat::Int8);
-    let error = error_text(twice);
-    assert!(error.contains("is quantised already, expected a checkpoint of plain weights"), "{error}");
+    let of_twice = error_text(twice);
+    assert!(of_twice.contains("is quantised already, expected a checkpoint of plain weights"), "{of_twice}");
     Ok(())
 }

@@ -111,9 +111,9 @@ fn gguf_table_of_characters_that_leads_out_of_bounds_is_an_error() -> Result<()>
     let recorded = read();
     let keys = &recorded.others[1].keys;
     let Value::Array(table) = value("precompiled_charsmap", &keys["precompiled_charsmap"]) else { panic!("a list") };
-    let refused = |table: Vec<Value>| -> Result<String> {
+    let refused = |changed: Vec<Value>| -> Result<String> {
         let mut described = file(keys);
-        described.set("tokenizer.ggml.precompiled_charsmap", Value::Array(table));
+        described.set("tokenizer.ggml.precompiled_charsmap", Value::Array(changed));
         Ok(error_text(gguf::tokenizer(&described.open()?.0)))
     };
     let mut lost = table.clone();

@@ -246,8 +246,8 @@ impl<'a> Weights<'a> {
         }
         let whole = self.get_unchecked_dtype(name, dtype)?;
         let own = self.shard_of(name, whole.dim(dim)?, of)?;
-        let part = whole.narrow(dim, own.start, own.len())?;
-        if self.shards.is_some() { part.force_contiguous() } else { Ok(part) }
+        let entries = whole.narrow(dim, own.start, own.len())?;
+        if self.shards.is_some() { entries.force_contiguous() } else { Ok(entries) }
     }
 
     /// Returns this process's range of a dimension of a tensor.

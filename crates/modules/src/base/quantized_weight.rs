@@ -453,9 +453,10 @@ mod tests {
             assert_eq!(numbers(&rows)?, [&expected[2..], &expected[..1]].concat());
             let columns = whole.columns(4..8)?.checked()?;
             assert_eq!(numbers(&columns)?, expected.iter().map(|row| row[4..].to_vec()).collect::<Vec<_>>());
-            let [top, bottom] = [whole.rows(&[0..3])?, whole.rows(&[3..4])?];
+            let top = whole.rows(std::slice::from_ref(&(0..3)))?;
+            let bottom = whole.rows(std::slice::from_ref(&(3..4)))?;
             assert_eq!(QuantizedWeight::join(&[&top, &bottom]).as_ref(), Some(&whole));
-            assert!(whole.columns(2..8).is_err() && whole.rows(&[3..5]).is_err());
+            assert!(whole.columns(2..8).is_err() && whole.rows(&[0..1, 3..5]).is_err());
         }
         let [signed, zeros, ..] = &kinds()[..] else { bail!("five kinds") };
         assert_eq!(QuantizedWeight::join(&[signed, zeros]), None);

@@ -238,8 +238,8 @@ mod tests {
     fn weights() -> Vec<(&'static str, QuantizedWeight)> {
         let mut draws = Draws(1);
         let mut all = Vec::new();
-        let mut push = |name, bits: usize, group, values, scales, draws: &mut Draws| {
-            let codes = draws.bytes(OUTPUTS * INPUTS, 1 << bits);
+        let mut push = |name, bits: usize, group, values, scales, numbers: &mut Draws| {
+            let codes = numbers.bytes(OUTPUTS * INPUTS, 1 << bits);
             let (outputs, inputs) = (OUTPUTS, INPUTS);
             all.push((
                 name,
@@ -257,9 +257,9 @@ mod tests {
         }
         let of_rows = GroupNumbers::F32(draws.fractions(OUTPUTS));
         push("int8", 8, INPUTS, CodeValues::Signed, of_rows, &mut draws);
-        let zeros = GroupNumbers::F32(draws.fractions(groups(64)));
-        let scales = GroupNumbers::F32(draws.fractions(groups(64)));
-        push("hqq", 4, 64, CodeValues::Zeros(zeros), scales, &mut draws);
+        let fractional_zeros = GroupNumbers::F32(draws.fractions(groups(64)));
+        let f32_scales = GroupNumbers::F32(draws.fractions(groups(64)));
+        push("hqq", 4, 64, CodeValues::Zeros(fractional_zeros), f32_scales, &mut draws);
         let table = std::array::from_fn(|n| n as f32 / 7.0 - 1.1);
         let absmax = GroupNumbers::F32(draws.fractions(groups(64)));
         push("nf4", 4, 64, CodeValues::Table(table), absmax, &mut draws);
@@ -267,17 +267,17 @@ mod tests {
         let bytes = draws.bytes(groups(32), 9).into_iter().map(|byte| byte + 120).collect();
         push("mxfp4", 4, 32, CodeValues::Table(table), GroupNumbers::Bytes { bytes, table: powers }, &mut draws);
         let floats = (0..=255).map(|code| Float8::E4M3.number(code) * 0.013).collect();
-        let bytes = draws.bytes(groups(16), 0x7f);
-        push("nvfp4", 4, 16, CodeValues::Table(table), GroupNumbers::Bytes { bytes, table: floats }, &mut draws);
-        let scales = draws.nested(groups(32), 8, 32, 64);
-        push("iq4_xs", 4, 32, CodeValues::Table(table), scales, &mut draws);
-        let scales = draws.nested(groups(32), 8, 0, 64);
+        let e4m3_scales = GroupNumbers::Bytes { bytes: draws.bytes(groups(16), 0x7f), table: floats };
+        push("nvfp4", 4, 16, CodeValues::Table(table), e4m3_scales, &mut draws);
+        let iq4_scales = draws.nested(groups(32), 8, 32, 64);
+        push("iq4_xs", 4, 32, CodeValues::Table(table), iq4_scales, &mut draws);
+        let q4_scales = draws.nested(groups(32), 8, 0, 64);
         let minimums = CodeValues::Minimums(draws.nested(groups(32), 8, 0, 64));
-        push("q4_k", 4, 32, minimums, scales, &mut draws);
-        let scales = draws.nested(groups(16), 16, 128, 256);
-        push("q6_k", 6, 16, CodeValues::Signed, scales, &mut draws);
-        let scales = draws.nested(groups(16), 16, 32, 64);
-        push("q3_k", 3, 16, CodeValues::Signed, scales, &mut draws);
+        push("q4_k", 4, 32, minimums, q4_scales, &mut draws);
+        let q6_scales = draws.nested(groups(16), 16, 128, 256);
+        push("q6_k", 6, 16, CodeValues::Signed, q6_scales, &mut draws);
+        let q3_scales = draws.nested(groups(16), 16, 32, 64);
+        push("q3_k", 3, 16, CodeValues::Signed, q3_scales, &mut draws);
         // Without infinities and NaN.
         for float8 in [Float8::E4M3, Float8::E5M2] {
             let codes = draws.bytes(OUTPUTS * INPUTS, 256).into_iter().map(|code| code & 0xbb).collect();
@@ -439,8 +439,8 @@ mod tests {
     fn quantized_weight_with_parts_that_do_not_fit_is_an_error() -> Result<()> {
         let (_, weight) = weights().remove(0);
         let short = Tensor::zeros(3, DType::F32, &Device::Cpu)?;
-        let error = PackedLinear::from_quantized(&weight, Some(&short)).expect_err("3 of 37 entries");
-        assert!(error.to_string().contains("[packed_linear] bias has shape [3]"), "{error}");
+        let of_bias = PackedLinear::from_quantized(&weight, Some(&short)).expect_err("3 of 37 entries");
+        assert!(of_bias.to_string().contains("[packed_linear] bias has shape [3]"), "{of_bias}");
         let few = QuantizedWeight { codes: vec![0; 5], ..weight };
         let error = PackedLinear::from_quantized(&few, None).expect_err("5 codes");
         assert!(error.to_string().starts_with("[packed_linear] codes has 5 elements, expected 9472"), "{error}");

@@ -62,11 +62,12 @@ fn gradients<E: Element + Into<f32>>(
         of: PerInput { q: true, k: true, v: true, bias: true, relative_bias: false, alibi_slopes: true, sinks: true },
     };
     let run = || {
-        let found = attend_backward(&problem, instruction_set, requested).expect("a few rows");
+        let gradients = attend_backward(&problem, instruction_set, requested).expect("a few rows");
         let wide = |gradient: Option<Vec<E>>| gradient.expect("requested").into_iter().map(Into::into);
         let of_f32 = |gradient: Option<Vec<f32>>| gradient.expect("requested");
-        let elements = wide(found.q).chain(wide(found.k)).chain(wide(found.v));
-        let others = [of_f32(found.bias), of_f32(found.alibi_slopes), of_f32(found.sinks)].into_iter().flatten();
+        let elements = wide(gradients.q).chain(wide(gradients.k)).chain(wide(gradients.v));
+        let others =
+            [of_f32(gradients.bias), of_f32(gradients.alibi_slopes), of_f32(gradients.sinks)].into_iter().flatten();
         elements.chain(others).map(f32::to_bits).collect()
     };
     pools.iter().map(|pool| pool.install(run)).collect()

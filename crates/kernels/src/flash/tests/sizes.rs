@@ -52,13 +52,13 @@ fn count_computed_and_refused(counts: &[usize]) -> (usize, usize) {
                         let len = |is_requested: bool, shape: [usize; 4]| {
                             is_requested.then(|| shape.into_iter().product::<usize>())
                         };
-                        let found = [&gradients.q, &gradients.k, &gradients.v].map(|x| x.as_ref().map(Vec::len));
+                        let found_lens = [&gradients.q, &gradients.k, &gradients.v].map(|x| x.as_ref().map(Vec::len));
                         let expected = [
                             len(of_queries, [b, h, t_q, d]),
                             len(of_keys, [b, h_kv, t_kv, d]),
                             len(of_keys, [b, h_kv, t_kv, d_v]),
                         ];
-                        assert_eq!(found, expected, "{dims:?}");
+                        assert_eq!(found_lens, expected, "{dims:?}");
                         computed += 1;
                     }
                     Err(_) => refused += 1,

@@ -196,9 +196,9 @@ fn statistics_of_nan_reach_only_its_query() {
             found.top_weights
         );
         // An infinite key, and lanes without a query.
-        let infinite = Strided { data: &[f32::NEG_INFINITY, 1.0, 0.25], strides: [3, 3, 1] };
+        let infinite_keys = Strided { data: &[f32::NEG_INFINITY, 1.0, 0.25], strides: [3, 3, 1] };
         let dims = AttentionDims { h: 1, ..call.dims };
-        let infinite_call = AttentionCall { dims, k: infinite.into(), ..call };
+        let infinite_call = AttentionCall { dims, k: infinite_keys.into(), ..call };
         let infinite = attend::<f32>(&infinite_call, instruction_set, with_statistics(&options)).expect("three keys");
         let infinite_statistics = infinite.statistics.expect("requested");
         assert_eq!(infinite_statistics.key_weight_sums[0], 0.0, "{instruction_set}");
