@@ -422,7 +422,7 @@ impl ScaleWriter<'_> {
         }
     }
 
-    /// Leaves the number of the next row 0.
+    /// Skips the number of the next row, which stays 0.
     fn skip(&mut self, format: NumberFormat) {
         self.next_row(format.bytes());
     }
