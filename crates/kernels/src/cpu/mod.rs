@@ -18,6 +18,7 @@ mod cache;
 mod child;
 mod code_columns;
 mod code_format;
+mod code_scales;
 mod columns;
 mod detection;
 mod dispatch;
