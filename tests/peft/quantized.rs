@@ -74,7 +74,8 @@ fn names(vars: &VarMap) -> Vec<String> {
 fn lora_over_codes_has_gradients_of_dequantised_weights() -> Result<()> {
     let config = config()?;
     let quantized = hf::load_attention(&config, 0, quantized_builder()?)?;
-    assert!(format!("{quantized:?}").contains("codes of 4 bits"));
+    // Metal has no products of codes.
+    assert!(DEVICE.is_metal() || format!("{quantized:?}").contains("codes of 4 bits"));
     let both = [quantized, hf::load_attention(&config, 0, dequantized_builder()?)?];
     let mut found = Vec::new();
     for base in &both {
@@ -124,7 +125,7 @@ fn lora_training_over_codes_lowers_loss_and_merges() -> Result<()> {
     let read = hf::load_attention(&config()?, 0, opened.merged_builder(quantized_builder()?))?;
     assert_near(&read.forward(&xs)?, &trained, TOLERANCE, "merged when read");
     let beside = opened.load_attention(&config()?, 0, quantized_builder()?)?;
-    assert!(format!("{beside:?}").contains("codes of 4 bits"));
+    assert!(DEVICE.is_metal() || format!("{beside:?}").contains("codes of 4 bits"));
     assert_near(&beside.forward(&xs)?, &trained, TOLERANCE, "beside the codes");
     Ok(())
 }

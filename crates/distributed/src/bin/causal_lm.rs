@@ -112,7 +112,7 @@ fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn 
         bail!("[causal_lm] expected tokens, and no --temperature, --logits and --kv-cache for --divide positions")
     }
     let json = files.config()?;
-    let model = CausalLm::load(&json, files.weights(args.model.dtype, &device, None)?, |_, _| {})?;
+    let model = CausalLm::load(&json, files.weights(args, &device, None)?, |_, _| {})?;
     if model.blocks.attentions().any(Attention::is_linear) {
         bail!("[causal_lm] states of linear attention cannot be divided by positions, expected --divide heads")
     }
