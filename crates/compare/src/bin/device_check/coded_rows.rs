@@ -142,7 +142,7 @@ pub fn check(device: &Device, tolerance: f64) -> Result<Row> {
             let all = draws.floats(ROWS[ROWS.len() - 1] * size.inputs, 1.0);
             let all = Tensor::from_vec(all, (ROWS[ROWS.len() - 1], size.inputs), &Device::Cpu)?;
             for dtype in DTYPES {
-                let layer = PackedLinear::from_quantized_on(&weight, None, DType::F32, device)?;
+                let layer = PackedLinear::from_quantized_on(&weight, None, dtype, device)?;
                 for rows in ROWS {
                     let xs = all.narrow(0, 0, rows)?.to_dtype(dtype)?;
                     let what = format!("{format:?} of {rows} rows, {size:?}");
