@@ -101,15 +101,26 @@ pub(crate) trait CodeNumbers {
     unsafe fn take<V: Vector>(loaded: &mut Self::Loaded<V>, scales: &CodeScales<V>) -> V;
 }
 
-/// Codes in two's complement, times their scale: the numbers that GGUF files define, to the bit. With codes from 0 on
-/// and `code · scale - middle · scale` instead, an infinite scale would lead to NaN, and a negative scale would lose
-/// the sign of a zero.
-pub(crate) struct Signed<const BITS: u32>;
+/// The numbers of codes that follow each other in words.
+pub(crate) trait WordCodeNumbers {
+    /// As [`CodeNumbers::BITS`].
+    const BITS: u32;
+    /// As [`CodeNumbers::OFFSET`].
+    const OFFSET: OffsetKind = OffsetKind::None;
+    /// As [`CodeNumbers::FACTOR`].
+    const FACTOR: Option<f32> = None;
 
-impl<const BITS: u32> CodeNumbers for Signed<BITS> {
-    const BITS: u32 = BITS;
-    // Codes are multiplied by 2^(32 - BITS).
-    const FACTOR: Option<f32> = Some(1.0 / (1u32 << (32 - BITS)) as f32);
+    /// Takes the numbers of the highest code of each word.
+    ///
+    /// # Safety
+    /// As [`Vector`].
+    unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V;
+}
+
+impl<N: WordCodeNumbers> CodeNumbers for N {
+    const BITS: u32 = N::BITS;
+    const OFFSET: OffsetKind = N::OFFSET;
+    const FACTOR: Option<f32> = N::FACTOR;
     type Loaded<V: Vector> = V;
 
     #[inline(always)]
@@ -117,6 +128,23 @@ impl<const BITS: u32> CodeNumbers for Signed<BITS> {
         // SAFETY: the panel has a vector of words from this column on.
         unsafe { V::load(b.add(column)) }
     }
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
+        // SAFETY: as this method's contract.
+        unsafe { N::take(loaded, scales) }
+    }
+}
+
+/// Codes in two's complement, times their scale: the numbers that GGUF files define, to the bit. With codes from 0 on
+/// and `code · scale - middle · scale` instead, an infinite scale would lead to NaN, and a negative scale would lose
+/// the sign of a zero.
+pub(crate) struct Signed<const BITS: u32>;
+
+impl<const BITS: u32> WordCodeNumbers for Signed<BITS> {
+    const BITS: u32 = BITS;
+    // Codes are multiplied by 2^(32 - BITS).
+    const FACTOR: Option<f32> = Some(1.0 / (1u32 << (32 - BITS)) as f32);
 
     #[inline(always)]
     unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
@@ -132,16 +160,9 @@ impl<const BITS: u32> CodeNumbers for Signed<BITS> {
 /// Codes from 0 on, times their scale, plus their minimum.
 pub(crate) struct WithMinimums<const BITS: u32>;
 
-impl<const BITS: u32> CodeNumbers for WithMinimums<BITS> {
+impl<const BITS: u32> WordCodeNumbers for WithMinimums<BITS> {
     const BITS: u32 = BITS;
     const OFFSET: OffsetKind = OffsetKind::Minimum;
-    type Loaded<V: Vector> = V;
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> V {
-        // SAFETY: the panel has a vector of words from this column on.
-        unsafe { V::load(b.add(column)) }
-    }
 
     #[inline(always)]
     unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
@@ -157,16 +178,9 @@ impl<const BITS: u32> CodeNumbers for WithMinimums<BITS> {
 /// Codes from 0 on minus their zero, times their scale.
 pub(crate) struct WithZeros<const BITS: u32>;
 
-impl<const BITS: u32> CodeNumbers for WithZeros<BITS> {
+impl<const BITS: u32> WordCodeNumbers for WithZeros<BITS> {
     const BITS: u32 = BITS;
     const OFFSET: OffsetKind = OffsetKind::Zero;
-    type Loaded<V: Vector> = V;
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> V {
-        // SAFETY: the panel has a vector of words from this column on.
-        unsafe { V::load(b.add(column)) }
-    }
 
     #[inline(always)]
     unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
@@ -182,15 +196,8 @@ impl<const BITS: u32> CodeNumbers for WithZeros<BITS> {
 /// Codes of 4 bits, whose numbers are entries of a table times their scale.
 pub(crate) struct FromTable;
 
-impl CodeNumbers for FromTable {
+impl WordCodeNumbers for FromTable {
     const BITS: u32 = 4;
-    type Loaded<V: Vector> = V;
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> V {
-        // SAFETY: the panel has a vector of words from this column on.
-        unsafe { V::load(b.add(column)) }
-    }
 
     #[inline(always)]
     unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
@@ -206,16 +213,9 @@ impl CodeNumbers for FromTable {
 /// Floats of 8 bits, times their scale.
 pub(crate) struct FromFloat8<const SHIFT: u32>;
 
-impl<const SHIFT: u32> CodeNumbers for FromFloat8<SHIFT> {
+impl<const SHIFT: u32> WordCodeNumbers for FromFloat8<SHIFT> {
     const BITS: u32 = 8;
     const FACTOR: Option<f32> = Some(if SHIFT == E4M3_SHIFT { Float8::E4M3.factor() } else { Float8::E5M2.factor() });
-    type Loaded<V: Vector> = V;
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> V {
-        // SAFETY: the panel has a vector of words from this column on.
-        unsafe { V::load(b.add(column)) }
-    }
 
     #[inline(always)]
     unsafe fn take<V: Vector>(loaded: &mut V, scales: &CodeScales<V>) -> V {
