@@ -30,6 +30,30 @@ pub(super) struct RowsEpilogue<'a> {
     pub residual: Option<&'a Tensor>,
 }
 
+/// The tensors of a call in the form that the kernels read.
+pub(super) struct FewRows {
+    /// (rows, in), contiguous.
+    pub xs: Tensor,
+    /// (rows, out), contiguous.
+    pub residual: Option<Tensor>,
+    /// The shape of the outputs, (.., out).
+    pub shape: Shape,
+}
+
+impl FewRows {
+    /// Returns inputs (.., in) and a residual (.., out) as rows; `None` if a copy of them fails.
+    pub fn new(xs: &Tensor, residual: Option<&Tensor>, outputs: usize) -> Option<Self> {
+        let (width, outer) = xs.dims().split_last()?;
+        let rows = xs.elem_count().checked_div(*width)?;
+        let residual = match residual {
+            Some(residual) => Some(contiguous("residual", residual).ok()?.reshape((rows, outputs)).ok()?),
+            None => None,
+        };
+        let shape = [outer, &[outputs]].concat().into();
+        Some(Self { xs: contiguous("input", xs).ok()?.reshape((rows, *width)).ok()?, residual, shape })
+    }
+}
+
 impl CudaRows {
     /// Returns the layer for inputs (.., in) that fit the weight, and for another one whose outputs multiply the
     /// activated outputs; `None` if the kernel does not support it, as for many rows, or if gradients are tracked.
@@ -51,15 +75,10 @@ impl CudaRows {
         if xs.track_op() || residual.is_some_and(|residual| !is_constant(residual, xs.dtype())) {
             return None;
         }
-        let residual = match residual {
-            Some(residual) => Some(contiguous("residual", residual).ok()?.reshape((rows, outputs)).ok()?),
-            None => None,
-        };
-        let shape = [&xs.dims()[..xs.rank() - 1], &[outputs]].concat();
-        let xs = contiguous("input", xs).ok()?.reshape((rows, width)).ok()?;
+        let FewRows { xs, residual, shape } = FewRows::new(xs, residual, outputs)?;
         let kernel = LinearRowsCall { xs, linear, activation, up, residual };
         kernel.plan().ok()?;
-        Some(Self { kernel: RowsKernel::Elements(kernel.into()), shape: shape.into() })
+        Some(Self { kernel: RowsKernel::Elements(kernel.into()), shape })
     }
 
     /// Returns the outputs (.., out).

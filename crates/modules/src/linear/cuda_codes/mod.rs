@@ -8,7 +8,7 @@ use candle_attention_cuda::{
 };
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::cuda::{CudaRows, RowsEpilogue, RowsKernel, is_constant};
+use super::cuda::{CudaRows, FewRows, RowsEpilogue, RowsKernel, is_constant};
 use super::matrix::contiguous;
 use super::{OP, PackedLinear, Weight};
 use crate::base::{CodeValues, Dim, Expect, Float8, GroupNumbers, QuantizedWeight, check_memory, copied_to, record};
@@ -22,11 +22,12 @@ impl PackedLinear {
     /// Packs a quantised weight on a device, with `bias` (out,) in a floating-point dtype there. The layer has the
     /// dtype `dtype`.
     ///
-    /// On a CPU, this is [`from_quantized`](Self::from_quantized). On CUDA the codes are stored as they are, for inputs in f32, bf16 and f16. One kernel multiplies
-    /// at most eight rows with the codes: the [dequantised](QuantizedWeight::dequantize) numbers and the sums are in
-    /// f32. For more rows, and for gradients of the input, the numbers are rounded to the input's dtype, at most 64 MiB
-    /// of them at a time, and Candle multiplies them. On other devices, with a bias that is tracked for gradients, and
-    /// where CUDA kernels are not available, the weight is dequantised.
+    /// On a CPU, this is [`from_quantized`](Self::from_quantized). On CUDA the codes are stored as they are, for inputs
+    /// in f32, bf16 and f16. One kernel multiplies at most eight rows with the codes: the
+    /// [dequantised](QuantizedWeight::dequantize) numbers and the sums are in f32. For more rows, and for gradients of
+    /// the input, the numbers are rounded to the input's dtype, at most 64 MiB of them at a time, and Candle multiplies
+    /// them. On other devices, with a bias that is tracked for gradients, and where CUDA kernels are not available, the
+    /// weight is dequantised.
     ///
     /// # Errors
     /// For a weight whose parts do not fit each other, a bias of another shape or dtype or on another device, and if
@@ -113,15 +114,10 @@ impl CudaRows {
         if linear.bias.iter().chain(residual).any(|tensor| !is_constant(tensor, xs.dtype())) {
             return None;
         }
-        let residual = match residual {
-            Some(residual) => Some(contiguous("residual", residual).ok()?.reshape((rows, outputs)).ok()?),
-            None => None,
-        };
-        let shape = [&xs.dims()[..xs.rank() - 1], &[outputs]].concat();
-        let xs = contiguous("input", xs).ok()?.reshape((rows, width)).ok()?;
+        let FewRows { xs, residual, shape } = FewRows::new(xs, residual, outputs)?;
         let kernel = LinearCodesCall { xs, linear, activation, up, residual };
         kernel.plan().ok()?;
-        Some(Self { kernel: RowsKernel::Codes(kernel.into()), shape: shape.into() })
+        Some(Self { kernel: RowsKernel::Codes(kernel.into()), shape })
     }
 }
 
