@@ -79,19 +79,19 @@ impl AttentionDims {
 /// A key head of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvHead {
-    /// The sequence, below B.
+    /// The index of the sequence, below B.
     pub b: usize,
-    /// The key head, below H_kv.
+    /// The index of the key head, below H_kv.
     pub head: usize,
 }
 
 /// A query of a head of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueryRow {
-    /// The sequence, below B.
+    /// The index of the sequence, below B.
     pub b: usize,
-    /// The query head, below H.
+    /// The index of the query head, below H.
     pub head: usize,
-    /// The query, below T_q.
+    /// The index of the query, below T_q.
     pub query: usize,
 }

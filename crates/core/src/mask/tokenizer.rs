@@ -12,7 +12,7 @@ use candle_attention_modules::warn_once;
 /// A tokenizer's attention mask (B, T_kv) of ones and zeros.
 #[derive(Debug, Clone)]
 pub(super) struct Tokenized {
-    /// T_kv.
+    /// The number of columns, T_kv.
     pub columns: usize,
     /// The column after the last one of each row; 0 for a row of zeros.
     pub ends: Arc<[usize]>,

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn program_of_options_has_the_given_constants_and_what_follows_from_them() -> Result<(), String> {
+    fn program_of_options_computes_the_constants_that_are_not_given() -> Result<(), String> {
         let options = "-DELEMENT=0 -DHEAD_DIM=32 -DFORWARD_WARPS=2 -DFORWARD_ROW_TILES=1 -DKERNEL_SET=1";
         let program = program_of_options(options)?;
         assert_eq!(value(&program, "KERNEL_SET"), Some(1));

@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn quantisation_of_what_does_not_fit_is_an_error() -> Result<()> {
+    fn quantize_with_groups_or_numbers_that_do_not_fit_is_an_error() -> Result<()> {
         let error =
             |weight: &Tensor, format| QuantizedWeight::quantize(weight, format).expect_err("a wrong call").to_string();
         let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &Device::Cpu);

@@ -37,7 +37,7 @@ struct Gemm(Sizes);
 #[derive(Debug)]
 struct Gemv {
     sizes: Sizes,
-    /// The columns of `scales`.
+    /// The number of columns of `scales`.
     columns: usize,
 }
 

@@ -36,9 +36,9 @@ pub(crate) struct Block {
 /// How the scales of a weight belong to its rows: each matrix of the weight has a grid of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Grid {
-    /// The rows of all matrices.
+    /// The number of rows of all matrices.
     pub all_rows: usize,
-    /// The rows of a matrix.
+    /// The number of rows of a matrix.
     rows: usize,
     pub columns: usize,
     block: Block,

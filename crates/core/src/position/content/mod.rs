@@ -68,9 +68,9 @@ pub enum ContentPositions {
     ///
     /// The term is part of the product of queries and keys, which become `height + width` entries wider.
     Grid {
-        /// Rows of patches.
+        /// The number of rows of patches.
         height: usize,
-        /// Columns of patches.
+        /// The number of columns of patches.
         width: usize,
     },
     /// The relative position bias of Swin (<https://arxiv.org/abs/2103.14030>): a number for each position of a key

@@ -38,7 +38,7 @@ struct Sizes {
     inputs: usize,
     /// The parts of the weight that share a scale.
     blocks: Block,
-    /// The columns of the scales.
+    /// The number of columns of the scales.
     scale_columns: usize,
 }
 
