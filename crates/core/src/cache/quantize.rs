@@ -29,12 +29,20 @@ pub(super) fn quantize(rows: &Tensor) -> Result<QuantizedRows> {
 
 /// Quantises rows as [`quantize`] does; `None` if the kernel does not support them.
 fn by_kernel(rows: &Tensor) -> Result<Option<QuantizedRows>> {
-    let kernel = QuantizeRowsCall { rows: with_contiguous_rows(rows)?.detach() };
+    let kernel = kernel_call(rows)?;
     if kernel.plan().is_err() {
         return Ok(None);
     }
+    run_kernel(&kernel).map(Some)
+}
+
+fn kernel_call(rows: &Tensor) -> Result<QuantizeRowsCall> {
+    Ok(QuantizeRowsCall { rows: with_contiguous_rows(rows)?.detach() })
+}
+
+fn run_kernel(kernel: &QuantizeRowsCall) -> Result<QuantizedRows> {
     let quantized = kernel.forward()?;
-    Ok(Some(QuantizedRows { codes: quantized.codes, scales: quantized.scales }))
+    Ok(QuantizedRows { codes: quantized.codes, scales: quantized.scales })
 }
 
 fn by_candle(rows: &Tensor) -> Result<QuantizedRows> {
@@ -67,7 +75,7 @@ mod tests {
 
     /// Quantises rows by the kernel on the emulator.
     fn emulated(rows: &Tensor) -> Result<QuantizedRows> {
-        Ok(by_kernel(rows)?.expect("the kernel runs on the emulator"))
+        run_kernel(&kernel_call(rows)?)
     }
 
     /// Compares codes, and the bits of scales. All NaN count as equal: their signs depend on the processor.

@@ -183,6 +183,9 @@ fn build(program: &Program) -> Result<PathBuf> {
 
 /// Writes headers into a folder that has only these, unless they are there, and returns it.
 fn write_headers(headers: &[Header]) -> Result<PathBuf> {
+    // Threads of a process share the names of temporary files.
+    static LOCK: Mutex<()> = Mutex::new(());
+    let _one_at_a_time = LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     let mut hash = Fnv::new();
     for header in headers {
         hash.add_text(&header.name);
