@@ -14,7 +14,9 @@ use crate::common::ModelArgs;
 /// Text goes to stdout as it is generated, everything else to stderr. Prompts are used as they are: apply the model's
 /// chat template yourself. --model also accepts a GGUF file, which contains config, tokenizer and weights.
 #[derive(Debug, Clone, Parser)]
-#[command(name = "causal_lm", group = ArgGroup::new("input").required(true))]
+#[command(name = "causal_lm")]
+#[command(group = ArgGroup::new("checkpoint").args(["model", "model_id"]).required(true))]
+#[command(group = ArgGroup::new("input").required(true))]
 pub struct Args {
     #[command(flatten)]
     pub model: ModelArgs,

@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::args::Args;
 use crate::common::page::{PageOfLayers, texts};
-use crate::common::{cannot, with_bar};
+use crate::common::{cannot, make_folders, with_bar};
 use crate::files::Files;
 use crate::generate::{Batch, PaddedIds, generate};
 use crate::model::CausalLm;
@@ -18,6 +18,7 @@ use crate::model::weights::Ranks;
 
 /// Runs the command line. Of several ranks, the first one writes.
 pub fn run(args: &Args, device: Device, ranks: Option<Rc<dyn Ranks>>) -> Result<()> {
+    make_folders(&[args.logits.as_ref(), args.model.page.as_ref()])?;
     let files = Files::open(args, &device)?;
     let tokenizer = if args.ids.is_empty() { Some(files.tokenizer()?) } else { None };
     let prompts = match &tokenizer {
@@ -147,5 +148,7 @@ fn write_logits(model: &CausalLm, prompts: &[Vec<u32>], path: Option<&PathBuf>) 
     let mut caches = model.caches(|config| config)?;
     let logits = model.logits(&model.forward(&batch.ids, Some(&batch.lens), &mut caches)?)?;
     let Some(path) = path else { return Ok(()) };
-    logits.save_safetensors("logits", path).map_err(cannot("write", path))
+    logits.save_safetensors("logits", path).map_err(cannot("write", path))?;
+    eprintln!("{}: logits {:?} in {}", path.display(), logits.dims3()?, logits.dtype().as_str());
+    Ok(())
 }

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use candle_attention::weights::Checkpoint;
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_nn::VarBuilder;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
@@ -42,7 +42,7 @@ pub struct ModelArgs {
     pub dtype: DType,
 
     /// Writes a page to explore the attention of every head, FILE.html; of several texts, that of the first
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = file_name(&["html"]))]
     pub page: Option<PathBuf>,
 }
 
@@ -56,10 +56,11 @@ impl ModelArgs {
         let folder = match (&self.model, &self.model_id) {
             (Some(folder), _) => folder.clone(),
             (None, Some(id)) => fetch(id, files)?,
+            // The command line of a program that needs a model does not allow this.
             (None, None) => bail!("[{EXAMPLE}] expected --model or --model-id"),
         };
         if !folder.join("config.json").is_file() {
-            bail!("[{EXAMPLE}] {} is no folder with a config.json", folder.display())
+            bail!("[{EXAMPLE}] {}: no config.json there", folder.display())
         }
         Ok(folder)
     }
@@ -123,6 +124,34 @@ fn fetch(_: &str, _: &[&str]) -> Result<PathBuf> {
 /// Reads a text file.
 pub fn read_text(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(cannot("read", path))
+}
+
+/// Returns the parser of the name of a file with one of these extensions, for an option that writes a file.
+pub fn file_name(extensions: &'static [&'static str]) -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(move |path| {
+        let found = path.extension().unwrap_or_default().to_ascii_lowercase();
+        if extensions.iter().any(|extension| found == *extension) {
+            return Ok(path);
+        }
+        Err(format!("expected the extension {}", extensions.join(" or ")))
+    })
+}
+
+/// Makes the folders of the files that a program will write. A program calls this before its work, since a file that
+/// cannot be written should not cost a run.
+///
+/// # Errors
+/// If a folder cannot be made, or there is a folder with the name of a file.
+pub fn make_folders(files: &[Option<&PathBuf>]) -> Result<()> {
+    for file in files.iter().flatten() {
+        if file.is_dir() {
+            bail!("[{EXAMPLE}] cannot write {}: there is a folder of that name", file.display())
+        }
+        if let Some(folder) = file.parent() {
+            std::fs::create_dir_all(folder).map_err(cannot("write", file))?;
+        }
+    }
+    Ok(())
 }
 
 /// Returns a function that makes the error of a file operation.

@@ -58,10 +58,9 @@ impl PageOfLayers {
         Ok(output)
     }
 
-    /// Writes the page, creates its folder if needed, and prints its size.
+    /// Writes the page, and prints its size.
     pub fn write(self, path: &Path) -> Result<()> {
         self.bar.finish_and_clear();
-        path.parent().map_or(Ok(()), std::fs::create_dir_all).map_err(super::cannot("write", path))?;
         self.page.write(path)?;
         eprintln!("{}: {:.2} MB, to open in a browser", path.display(), std::fs::metadata(path)?.len() as f64 / 1e6);
         Ok(())

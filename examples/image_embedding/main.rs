@@ -16,10 +16,10 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use candle_core::{Result, Tensor, bail};
-use clap::Parser;
+use clap::{ArgGroup, Parser};
 
 use common::page::PageOfLayers;
-use common::{EXAMPLE, Files, ModelArgs, cannot, read_json, with_bar};
+use common::{EXAMPLE, Files, ModelArgs, cannot, make_folders, read_json, with_bar};
 use model::{Encoder, Output};
 use picture::{Picture, Preprocessor};
 
@@ -30,7 +30,7 @@ const PREPROCESSOR: &str = "preprocessor_config.json";
 ///
 /// Size, crop and colours follow the checkpoint's preprocessor_config.json.
 #[derive(Debug, Parser)]
-#[command(name = "image_embedding")]
+#[command(name = "image_embedding", group = ArgGroup::new("checkpoint").args(["model", "model_id"]).required(true))]
 struct Args {
     /// A PNG file
     #[arg(value_name = "PNG")]
@@ -39,16 +39,16 @@ struct Args {
     #[command(flatten)]
     model: ModelArgs,
 
-    /// The layer whose attention is shown, from 1 [default: the last]
+    /// The layer whose attention is shown, from 0 [default: the last]
     #[arg(long, value_name = "N")]
     layer: Option<usize>,
 
-    /// The head whose attention is shown, from 1 [default: the mean of all]
+    /// The head whose attention is shown, from 0 [default: the mean of all]
     #[arg(long, value_name = "N")]
     head: Option<usize>,
 
     /// Writes the picture in the model's size, with the attention over it, as PNG
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = common::file_name(&["png"]))]
     attention: Option<PathBuf>,
 
     /// Writes the embedding (E,) in f32, and the weights (H, rows, columns) of the class token to patches, as
@@ -62,6 +62,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<String> {
+    make_folders(&[args.attention.as_ref(), args.out.as_ref(), args.model.page.as_ref()])?;
     let Files { folder, config, vb } = args.model.open(&[PREPROCESSOR])?;
     let preprocessor = Preprocessor::read(&read_json(&folder.join(PREPROCESSOR))?)?;
     let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb, loaded))?;
@@ -71,20 +72,20 @@ fn run(args: &Args) -> Result<String> {
     let picture = preprocessor.apply(original)?;
     let layers = model.blocks.len();
     let width = model.blocks.width;
-    let layer = args.layer.unwrap_or(layers);
-    if layer == 0 || layer > layers {
-        bail!("[{EXAMPLE}] there is no layer {layer}, expected 1 to {layers}")
+    let layer = args.layer.unwrap_or(layers.saturating_sub(1));
+    if layer >= layers {
+        bail!("[{EXAMPLE}] there is no layer {layer}, expected 0 to {}", layers.saturating_sub(1))
     }
     let pixels = preprocessor.pixels(&picture)?;
-    let Output { embedding, attention } = model.forward(&pixels, layer - 1)?;
+    let Output { embedding, attention } = model.forward(&pixels, layer)?;
     if let Some(path) = &args.model.page {
         write_page(&model, &picture, &pixels, path)?;
     }
     let (heads, rows, columns) = attention.dims3()?;
     let (weights, of) = match args.head {
         None => (attention.mean(0)?, format!("the mean of {heads} heads")),
-        Some(head @ 1..) if head <= heads => (attention.get(head - 1)?, format!("head {head} of {heads}")),
-        Some(head) => bail!("[{EXAMPLE}] there is no head {head}, expected 1 to {heads}"),
+        Some(head) if head < heads => (attention.get(head)?, format!("head {head} of {heads}")),
+        Some(head) => bail!("[{EXAMPLE}] there is no head {head}, expected 0 to {}", heads - 1),
     };
     if let Some(path) = &args.attention {
         std::fs::write(path, picture.with_heat(&weights)?.to_png()?).map_err(cannot("write", path))?;

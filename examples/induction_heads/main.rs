@@ -24,7 +24,7 @@ use std::process::ExitCode;
 use candle_attention::plot::{Heads, HeatMap, TerminalOptions};
 use candle_attention::text::SimpleTokenizer;
 use candle_attention::{MultiHeadAttentionConfig, RopeConfig};
-use candle_core::{Device, Error, Result};
+use candle_core::{Device, Error, Result, bail};
 use clap::Parser;
 
 use attention_only::{AttentionOnly, AttentionOnlyConfig};
@@ -48,7 +48,8 @@ struct Args {
     #[arg(long, value_name = "DIR", default_value = "target/induction_heads")]
     pub out: PathBuf,
 
-    /// Continues from the last checkpoint in --out, which is at most --save-every steps old
+    /// Continues from the last checkpoint in --out, which is at most --save-every steps old. Without this option, a
+    /// folder that has a checkpoint is an error
     #[arg(long)]
     pub resume: bool,
 
@@ -61,7 +62,7 @@ struct Args {
     pub save_every: NonZeroUsize,
 
     /// Writes a page to explore the attention of every head after training, FILE.html
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = common::file_name(&["html"]))]
     pub page: Option<PathBuf>,
 }
 
@@ -73,7 +74,11 @@ fn run(args: &Args) -> Result<()> {
     let layer = MultiHeadAttentionConfig::new(WIDTH, HEADS).with_causal(true).with_rope(RopeConfig::new(10_000.0));
     let cfg = AttentionOnlyConfig { vocab_size: WORDS.len(), num_layers: 2, layer };
     let tokenizer = SimpleTokenizer::from_words(WORDS)?;
-    std::fs::create_dir_all(&args.out).map_err(common::cannot("make", &args.out))?;
+    let saved = checkpoint(args);
+    if saved.exists() && !args.resume {
+        bail!("[induction_heads] there is a {}: continue it with --resume, or give another --out", saved.display())
+    }
+    common::make_folders(&[args.page.as_ref()])?;
 
     let sentence = tokenizer.encode_batch(&[SENTENCE])?;
     let tokens = &sentence.tokens()[0];
@@ -85,8 +90,9 @@ fn run(args: &Args) -> Result<()> {
     let mut training = Training::new(&cfg)?;
     let before = heat_map(&training.model, "before training")?;
     if args.resume {
-        training.resume(&checkpoint(args))?;
+        training.resume(&saved)?;
     }
+    std::fs::create_dir_all(&args.out).map_err(common::cannot("make", &args.out))?;
     train(&mut training, args)?;
 
     training.save(&args.out.join("model.safetensors"), false)?;

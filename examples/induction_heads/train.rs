@@ -60,10 +60,10 @@ impl Training {
     /// Continues from a checkpoint; the moments of the optimiser start again from zero.
     pub fn resume(&mut self, file: &Path) -> Result<()> {
         if !file.is_file() {
-            bail!("--resume: there is no {}; run without --resume first", file.display())
+            bail!("[induction_heads] there is no {}: run without --resume first", file.display())
         }
         let Some(history) = safetensors::load(file, &DEVICE)?.remove(HISTORY) else {
-            bail!("--resume: {} is no checkpoint of this program: it has no {HISTORY:?}", file.display())
+            bail!("[induction_heads] {} is no checkpoint of this program: it has no {HISTORY:?}", file.display())
         };
         self.variables.load(file)?;
         let row =

@@ -60,7 +60,7 @@ struct Args {
     pub layer: Option<usize>,
 
     /// Draws the weights of each head of the first text, FILE.svg or FILE.png (needs `--features plot`)
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = common::file_name(&["svg", "png"]))]
     pub plot: Option<PathBuf>,
 }
 
@@ -69,6 +69,12 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
+    if args.plot.is_some() && cfg!(not(feature = "plot")) {
+        bail!(
+            "[tokenize_attend] --plot needs pictures: run again with `cargo run --features plot --example tokenize_attend ..`"
+        )
+    }
+    common::make_folders(&[args.plot.as_ref(), args.model.page.as_ref()])?;
     let device = args.model.device.open(0)?;
     let mut times = Vec::new();
     let mut start = Instant::now();

@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer, PaddingSide, SimpleTokenizer, Split};
 use candle_attention::weights::Checkpoint;
 use candle_attention::{AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig, TorchSeed};
-use candle_core::{Context, Device, Error, Module, Result, Tensor};
+use candle_core::{Context, Device, Error, Module, Result, Tensor, bail};
 use serde_json::{Value, from_value};
 
 use crate::Args;
@@ -82,6 +82,10 @@ impl Source {
         if config.get("layout").is_some() {
             return Self::exported(args, &folder.join("model.safetensors"), Some(config), device);
         }
+        if !folder.join("tokenizer.json").is_file() {
+            bail!("[tokenize_attend] {} has no tokenizer.json, which splits texts into tokens", folder.display())
+        }
+        let tokenizer = tokenizer(args, Some(&folder))?;
         let mut n = args.layer.unwrap_or(0);
         let (layer, input): (_, Input) = if let Ok(cfg) = from_value::<AttentionOnlyConfig>(config.clone()) {
             let transformer = AttentionOnly::new(&cfg, vb)?;
@@ -99,7 +103,7 @@ impl Source {
         };
         let weights = format!("{}, layer {n}", folder.display());
         let layer = layer.with_context(|| format!("[tokenize_attend] no multi-head attention in {weights}"))?;
-        Ok(Self { tokenizer: tokenizer(args, Some(&folder))?, input, layer, weights, embedding: "the model's".into() })
+        Ok(Self { tokenizer, input, layer, weights, embedding: "the model's".into() })
     }
 }
 

@@ -241,8 +241,8 @@ impl Family {
             other => bail!(
                 "[causal_lm] model_type is {other:?}, expected one of bloom, cohere, cohere2, deepseek_v2, \
                  deepseek_v3, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, gpt_bigcode, gpt_neox, \
-                 gpt_oss, gptj, granite, kimi_linear, llama, mistral, mixtral, mpt, olmo2, olmo_hybrid, opt, phi, \
-                 phi3, qwen2, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_next, smollm3, stablelm, starcoder2"
+                 gpt_oss, gptj, granite, kimi_k2, kimi_linear, llama, mistral, mixtral, mpt, olmo2, olmo_hybrid, opt, \
+                 phi, phi3, qwen2, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_next, smollm3, stablelm, starcoder2"
             ),
         })
     }
