@@ -60,6 +60,16 @@ pub struct Args {
     #[arg(long, value_name = "TYPE", value_parser = ["f32", "bf16", "f16", "q8"])]
     pub kv_cache: Option<String>,
 
+    /// The number of tokens that each token attends to: the sink tokens and the last ones. Caches drop the others, and
+    /// count positions among those that are left
+    #[arg(long, value_name = "N", requires = "sink_tokens")]
+    pub window: Option<NonZeroUsize>,
+
+    /// The number of first tokens that caches never drop (StreamingLLM), a part of --window. The text may become longer
+    /// than those that the model was trained for
+    #[arg(long, value_name = "N", requires = "window")]
+    pub sink_tokens: Option<NonZeroUsize>,
+
     /// The prompt tokens that go through the model at a time; more if its rotary frequencies depend on the length of a
     /// call
     #[arg(long, value_name = "N", default_value = "2048")]

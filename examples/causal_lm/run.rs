@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
+use candle_attention::AttentionCacheConfig;
 use candle_attention::text::{SimpleTokenizer, SpecialTokens};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -66,11 +67,7 @@ fn answer(
     tokenizer: Option<&SimpleTokenizer>,
     out: &mut dyn Write,
 ) -> Result<String> {
-    let caches = model.caches(|config| match args.kv_cache.as_ref().map(|name| name.parse::<DType>()) {
-        None => config,
-        Some(Ok(dtype)) => config.with_dtype(dtype),
-        Some(Err(_)) => config.with_q8(), // the one name that is no dtype
-    })?;
+    let caches = model.caches(|config| cache_config(config, args))?;
     let mut made = vec![Vec::new(); prompts.len()];
     let streamed = tokenizer.filter(|_| prompts.len() == 1);
     let mut shown = 0;
@@ -111,6 +108,23 @@ fn answer(
         rate(count(&made).saturating_sub(prompts.len()), times.tokens),
         batch.memory() as f64 / f64::from(1 << 20)
     ))
+}
+
+/// Returns the config of a layer's cache with what the command line asks for.
+fn cache_config(mut config: AttentionCacheConfig, args: &Args) -> AttentionCacheConfig {
+    match args.kv_cache.as_ref().map(|name| name.parse::<DType>()) {
+        None => {}
+        Some(Ok(dtype)) => config = config.with_dtype(dtype),
+        Some(Err(_)) => config = config.with_q8(), // the one name that is no dtype
+    }
+    if let Some(window) = args.window {
+        let shortest = config.window().map_or(window.get(), |own| own.min(window.get()));
+        config = config.with_window(shortest);
+    }
+    if let Some(sink_tokens) = args.sink_tokens {
+        config = config.with_sink_tokens(sink_tokens.get());
+    }
+    config
 }
 
 /// Writes a page of the attention weights of all layers that have them, for one prompt.

@@ -36,6 +36,7 @@ mod padding;
 mod rotary;
 mod shared;
 mod short_calls;
+mod sink_tokens;
 mod warnings;
 
 // What each module begins with.

@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use candle_core::{Result, bail};
 
-use super::staged::{longest, rows_of};
 use super::storage::{KvBuffers, Room, StoredRows};
 use super::{AttentionCache, EarlierPadding, OP};
 
@@ -109,11 +108,13 @@ impl AttentionCache {
         self.check_format(other, added)?;
         let kept = self.rows_to_join(other)?;
         let count = self.stored.len();
-        let needed = Room { sequences: count + kept.len(), positions: longest(&self.stored).max(longest(&kept)) };
+        let order = self.row_order();
+        let longest = order.longest(&self.stored).max(order.longest(&kept));
+        let needed = Room { sequences: count + kept.len(), positions: longest };
         let present = self.buffers.as_ref().filter(|buffers| buffers.accepts(added));
-        let joined = self.reserve(present, added, &rows_of(&self.stored, &self.stored), needed)?;
-        for (n, rows) in rows_of(&other.stored, &kept).iter().enumerate() {
-            joined.write_sequence(count + n, 0, &added.rows_of_sequence(rows)?)?;
+        let joined = self.reserve(present, added, &order.rows_of(&self.stored, &self.stored), needed)?;
+        for (n, rows) in order.rows_of(&other.stored, &kept).iter().enumerate() {
+            joined.write_stored(count + n, added, rows)?;
         }
         if self.positions.is_some() || other.positions.is_some() {
             let mut positions = self.positions_of(&self.lens());
@@ -159,8 +160,9 @@ impl AttentionCache {
             // All sequences are read before the first is overwritten.
             let mut copies = Vec::new();
             for (n, &from) in sequences.iter().enumerate() {
-                if n != from && !self.stored[from].is_empty() {
-                    copies.push((n, buffers.rows_of_sequence(&self.rows_of_sequence(from))?.copy()?));
+                let StoredRows { rows, .. } = self.rows_of_sequence(from);
+                if n != from && !rows.is_empty() {
+                    copies.push((n, buffers.rows_of_sequence(from, &rows)?.copy()?));
                 }
             }
             for (n, copy) in copies {
@@ -181,7 +183,7 @@ impl AttentionCache {
 
     /// Returns the rows of the buffers that store a sequence.
     fn rows_of_sequence(&self, sequence: usize) -> StoredRows {
-        StoredRows { sequence, rows: 0..self.stored[sequence].len() }
+        self.row_order().all(sequence, &self.stored[sequence])
     }
 
     fn check_sequence(&self, sequence: usize) -> Result<()> {
@@ -198,6 +200,10 @@ impl AttentionCache {
             && own != found
         {
             bail!("[{OP}] the keys of the other cache have dtype {found:?}, expected {own:?} as in the calls before")
+        }
+        let (found_sinks, own_sinks) = (other.config.sink_tokens(), self.config.sink_tokens());
+        if found_sinks != own_sinks {
+            bail!("[{OP}] the other cache keeps {found_sinks} sink tokens, expected {own_sinks} as this one")
         }
         let format = added.format();
         if let Some(dtype) = other.dtype
@@ -225,14 +231,15 @@ impl AttentionCache {
     /// Returns the positions of each sequence of another cache that this one stores.
     fn rows_to_join(&self, other: &Self) -> Result<Vec<Range<usize>>> {
         let limit = self.config.most_held().unwrap_or(usize::MAX);
-        let too_long = other.stored.iter().position(|stored| stored.len() > limit);
+        let order = self.row_order();
+        let too_long = other.stored.iter().position(|stored| order.count(stored) > limit);
         if let Some(sequence) = too_long
             && self.config.window().is_none()
         {
             bail!(
                 "[{OP}] sequence {sequence} of the other cache has {} positions, expected at most the capacity of \
                  {limit}",
-                other.stored[sequence].len()
+                order.count(&other.stored[sequence])
             )
         }
         Ok(self.last_stored(&other.stored))

@@ -30,6 +30,7 @@ pub struct AttentionCacheConfig {
     capacity: usize,
     growth: bool,
     window: Option<usize>,
+    sink_tokens: usize,
     dtype: Option<DType>,
     q8: bool,
     detached: bool,
@@ -42,6 +43,7 @@ impl Default for AttentionCacheConfig {
             capacity: FIRST_CAPACITY,
             growth: true,
             window: None,
+            sink_tokens: 0,
             dtype: None,
             q8: false,
             detached: false,
@@ -86,6 +88,25 @@ impl AttentionCacheConfig {
     #[doc(alias = "sliding_window")]
     pub fn with_window(mut self, window: impl Into<Option<usize>>) -> Self {
         self.window = window.into();
+        self
+    }
+
+    /// Sets that the first n tokens of each sequence stay in a sliding cache: attention sinks, as in StreamingLLM
+    /// (<https://arxiv.org/abs/2309.17453>) and in the `SinkCache` of transformers. They count in the window: a query
+    /// attends to the first n tokens and to the last `window - n`, its own among them. A model that was trained without
+    /// a window can then continue a text without an end.
+    ///
+    /// Positions count in the cache. Rotary positions have the distances that the tokens would have if the dropped ones
+    /// had never been there: from the sixth token on, a query at position 4 of a window of 5. Context lengths,
+    /// frequencies that depend on the length of a call and attention temperatures count in the same way. The numbers do
+    /// not depend on the calls into which a text is split.
+    ///
+    /// Sink tokens are for causal layers of [`MultiHeadAttention`](crate::MultiHeadAttention) with rotary positions or
+    /// none, and for calls without a mask and without positions. Embeddings of learned positions, which a model
+    /// adds before its first layer, cannot count in the cache. The default is 0.
+    #[doc(alias("SinkCache", "StreamingLLM", "num_sink_tokens", "attention_sink"))]
+    pub fn with_sink_tokens(mut self, n: usize) -> Self {
+        self.sink_tokens = n;
         self
     }
 
@@ -149,6 +170,11 @@ impl AttentionCacheConfig {
         self.window
     }
 
+    /// Returns the number of first tokens of each sequence that a sliding cache keeps.
+    pub fn sink_tokens(&self) -> usize {
+        self.sink_tokens
+    }
+
     /// Returns the dtype in which keys and values are stored, if it was set.
     pub fn dtype(&self) -> Option<DType> {
         self.dtype
@@ -205,6 +231,14 @@ impl AttentionCacheConfig {
             && self.capacity < window
         {
             bail!("[{OP}] capacity is {} without growth, expected at least the window {window}", self.capacity)
+        }
+        if self.sink_tokens > 0 && self.window.is_none_or(|window| window <= self.sink_tokens) {
+            let found = self.window.map_or("no window".into(), |window| format!("a window of {window}"));
+            bail!(
+                "[{OP}] sink_tokens is {} with {found}, expected a window that has room for them and for the token of \
+                 a query",
+                self.sink_tokens
+            )
         }
         if let Some(dtype) = self.dtype {
             if self.q8 {

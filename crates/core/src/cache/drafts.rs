@@ -2,7 +2,6 @@
 
 use candle_core::{Result, bail};
 
-use super::storage::StoredRows;
 use super::{AttentionCache, OP};
 use candle_attention_modules::base::check_entries;
 
@@ -49,12 +48,11 @@ impl AttentionCache {
             // All tokens are read before the first is overwritten.
             let mut copies = Vec::new();
             for (sequence, (&len, tokens)) in lens.iter().zip(kept).enumerate() {
-                let first = len.saturating_sub(self.stored[sequence].start);
+                let row = |token: usize| self.row_order().row(&self.stored[sequence], len + token);
                 for (n, &token) in tokens.as_ref().iter().enumerate() {
                     if n != token {
-                        let rows = first + token..first + token + 1;
-                        let copy = buffers.rows_of_sequence(&StoredRows { sequence, rows })?.copy()?;
-                        copies.push((sequence, first + n, copy));
+                        let copy = buffers.rows_of_sequence(sequence, &(row(token)..row(token) + 1))?.copy()?;
+                        copies.push((sequence, row(n), copy));
                     }
                 }
             }

@@ -1,10 +1,14 @@
-//! The keys and values of earlier calls of a layer. `staged` has one call with a cache, `storage` the buffers,
-//! `quantize` their 8 bits, `batch` the edits of the batch, `drafts` the choice among drafted tokens.
+//! The keys and values of earlier calls of a layer. `staged` has one call with a cache, `sink_parts` a call past the
+//! window of a cache that keeps sink tokens, `storage` the buffers, `rows` the order of their rows, `quantize` their 8
+//! bits, `batch` the edits of the batch, `drafts` the choice among drafted tokens.
 
 mod batch;
 mod config;
 mod drafts;
 mod quantize;
+mod rows;
+mod sink_parts;
+mod sink_window;
 mod staged;
 mod storage;
 #[cfg(test)]
@@ -23,6 +27,7 @@ use candle_core::{DType, Result, bail};
 
 use crate::position::Positions;
 use candle_attention_modules::base::check_entries;
+use rows::RowOrder;
 use storage::{KvBuffers, StorageFormat};
 
 const OP: &str = "attention_cache";
@@ -95,8 +100,8 @@ const OP: &str = "attention_cache";
 pub struct AttentionCache {
     config: AttentionCacheConfig,
     buffers: Option<KvBuffers>,
-    /// The positions of each sequence that the buffers store: all but the ones that a sliding cache has dropped. Empty
-    /// before the first call.
+    /// The last positions of each sequence that the buffers store: all but the ones that a sliding cache has dropped,
+    /// and its sink tokens. Empty before the first call.
     stored: Vec<Range<usize>>,
     /// The position of each token of each sequence, of dropped ones too, if a call was given positions; otherwise a
     /// token's position is its index in the sequence.
@@ -141,12 +146,17 @@ impl AttentionCache {
     }
 
     /// Returns the positions of each sequence that are stored: `0..len`, or the last ones in a sliding cache; empty
-    /// before the first call.
+    /// before the first call. Sink tokens are stored besides.
     ///
     /// The weights of a call have a column for each row of the buffers. In a call of no more tokens than the window,
     /// column 0 of a sequence is the first position that is stored after the call.
     pub fn stored(&self) -> &[Range<usize>] {
         &self.stored
+    }
+
+    /// Returns the order of the rows in the buffers.
+    fn row_order(&self) -> RowOrder {
+        RowOrder { sink_tokens: self.config.sink_tokens() }
     }
 
     /// Returns whether no sequence has a token.

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use super::sink_window::SinkWindow;
 use super::storage::{KvBuffers, KvCodes, KvFloats, KvShapes, KvSizes, Room, StoredRows};
 use super::tokens::NewTokens;
 use super::{AttentionCache, EarlierPadding, OP};
@@ -18,20 +19,22 @@ type Expansion<'e> = Box<dyn Fn(&Tensor) -> Result<KvFloats> + 'e>;
 
 /// The stored keys and values that one call attends to, with the call's own if it has some.
 pub(crate) struct CachedCall<'e> {
-    buffers: KvBuffers,
+    pub(super) buffers: KvBuffers,
     /// For each sequence, where its queries are located and which keys the buffers store: the first of them is in row
-    /// 0.
-    placements: Vec<Placement>,
+    /// 0, unless there are sink tokens before them.
+    pub(super) placements: Vec<Placement>,
     /// The dtype in which attention to floats is computed.
-    dtype: DType,
+    pub(super) dtype: DType,
     /// Whether gradients end at the cache.
-    detached: bool,
-    is_of_earlier_layer: bool,
+    pub(super) detached: bool,
+    pub(super) is_of_earlier_layer: bool,
     /// Computes the keys and values that are attended to from the stored ones, if these are latents.
     pub expansion: Option<Expansion<'e>>,
     /// The keys (1, H_kv, n, D) and values (1, H_kv, n, D_v) that follow the stored ones of each sequence, for every
     /// query to attend to.
     pub appended: Option<KvFloats>,
+    /// The sink tokens and the window of the cache, if some queries do not attend to all tokens before them.
+    pub sink_window: Option<SinkWindow>,
 }
 
 /// A call whose keys and values are staged.
@@ -69,10 +72,13 @@ impl AttentionCache {
         let buffers = self.buffers.as_ref().filter(has_room);
         let kept = self.evict_for(new, &stored, buffers.map_or(0, KvBuffers::capacity))?;
         let attended = new.appended_to(&kept);
-        let needed = Room { sequences, positions: longest(&attended) };
-        let reserved = self.reserve(buffers, &kv, &rows_of(&stored, &kept), needed)?;
+        let order = self.row_order();
+        let needed = Room { sequences, positions: order.longest(&attended) };
+        let reserved = self.reserve(buffers, &kv, &order.rows_of(&stored, &kept), needed)?;
         let staged = reserved.first_sequences(sequences)?;
-        staged.append(&kv, &kept, new)?;
+        let counts: Vec<_> = kept.iter().map(|positions| order.count(positions)).collect();
+        staged.append(&kv, &counts, new)?;
+        let sink_window = self.sinks_of_call(&attended);
         let call = CachedCall {
             dtype: staged.float_dtype(k.dtype()),
             detached: self.config.detached(),
@@ -80,6 +86,7 @@ impl AttentionCache {
             is_of_earlier_layer: false,
             expansion: None,
             appended: None,
+            sink_window,
             buffers: staged,
         };
         let cache = self.commit(new, &reserved, attended, k.dtype())?;
@@ -94,7 +101,8 @@ impl AttentionCache {
     fn evict_for(&self, new: &NewTokens, stored: &[Range<usize>], capacity: usize) -> Result<Vec<Range<usize>>> {
         let limit = self.config.most_held().unwrap_or(usize::MAX);
         let with_new = new.appended_to(stored);
-        if longest(&with_new) <= limit.max(capacity) {
+        let order = self.row_order();
+        if order.longest(&with_new) <= limit.max(capacity) {
             return Ok(stored.to_vec());
         }
         let Some(window) = self.config.window() else {
@@ -105,8 +113,9 @@ impl AttentionCache {
                 new.tokens[full].len()
             )
         };
-        // The first new token attends to `window - 1` positions before it.
-        Ok(stored.iter().map(|positions| last(positions, window - 1)).collect())
+        // The first new token attends to `window - 1` positions before it, sink tokens among them.
+        let before = window - order.sink_tokens - 1;
+        Ok(stored.iter().map(|positions| order.last(positions, before)).collect())
     }
 
     /// Returns buffers with memory for `needed`, of which the first ones store `rows` of the present buffers: these
@@ -124,7 +133,8 @@ impl AttentionCache {
             return kv.zeros(Room { positions: self.larger_capacity(0, needed.positions), ..needed });
         };
         let room = present.room();
-        let keeps_all = self.stored.iter().zip(rows).all(|(positions, kept)| kept.rows == (0..positions.len()));
+        let is_whole = |(sequence, positions)| rows.get(sequence) == Some(&self.row_order().all(sequence, positions));
+        let keeps_all = self.stored.iter().enumerate().all(is_whole);
         let has_positions = keeps_all && needed.positions <= room.positions;
         if has_positions && needed.sequences <= room.sequences {
             return Ok(present.clone());
@@ -143,8 +153,12 @@ impl AttentionCache {
     /// Returns the positions of each sequence that the cache stores: the last ones, unless an earlier layer's cache is
     /// shared.
     pub(super) fn last_stored(&self, positions: &[Range<usize>]) -> Vec<Range<usize>> {
+        let order = self.row_order();
         let limit = self.config.most_held().filter(|_| !self.config.shared()).unwrap_or(usize::MAX);
-        positions.iter().map(|own| last(own, limit)).collect()
+        let newest = |own: &Range<usize>| {
+            if order.count(own) <= limit { own.clone() } else { order.last(own, limit - order.sink_tokens) }
+        };
+        positions.iter().map(newest).collect()
     }
 
     /// Returns the cache after a call that attended to the positions `attended` in `buffers`.
@@ -163,7 +177,7 @@ impl AttentionCache {
         // The call attended to more positions than a sliding cache stores.
         let limit = self.config.most_held().unwrap_or(usize::MAX);
         let room = Room { positions: limit, ..buffers.room() };
-        let buffers = Some(buffers.gather(&rows_of(&attended, &kept), room)?);
+        let buffers = Some(buffers.gather(&self.row_order().rows_of(&attended, &kept), room)?);
         Ok(Self { config, buffers, stored: kept, positions, dtype: Some(dtype), padding })
     }
 
@@ -227,6 +241,7 @@ impl AttentionCache {
             is_of_earlier_layer: true,
             expansion: None,
             appended: None,
+            sink_window: self.sinks_of_call(&self.stored),
             buffers,
         })
     }
@@ -285,6 +300,9 @@ impl CachedCall<'_> {
         options: &SdpaOptions,
         wanted: RequestedResults,
     ) -> Result<Attended> {
+        if let Some(sink_window) = &self.sink_window {
+            return self.attend_in_parts(sink_window, q, options, wanted);
+        }
         let rows = self.all_rows(q, mask, options)?;
         let q = if self.detached { &q.detach() } else { q };
         let op = operation(wanted, false);
@@ -299,6 +317,10 @@ impl CachedCall<'_> {
 
     /// Returns the path of attention for its output.
     pub(crate) fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
+        if let Some(sink_window) = &self.sink_window {
+            let last_keys = self.last_keys(sink_window)?;
+            return last_keys.plan(q, &sink_window.mask_of_last_keys(q.dim(0)?), options);
+        }
         let rows = self.all_rows(q, mask, options)?;
         let q = if self.detached { &q.detach() } else { q };
         if let Some(call) = self.call_of_codes("plan", q, &rows)?
@@ -330,23 +352,4 @@ impl CachedCall<'_> {
         // A copy for the graph, since later calls of the earlier layer write to its buffers in place.
         if self.is_of_earlier_layer && in_place.tracks_gradients() { call(&rows.buffers.copy()?) } else { Ok(in_place) }
     }
-}
-
-/// Returns the rows of the buffers that store a part of the stored positions, for each sequence.
-pub(super) fn rows_of(stored: &[Range<usize>], part: &[Range<usize>]) -> Vec<StoredRows> {
-    let mut rows = Vec::with_capacity(stored.len());
-    for (sequence, (whole, selected)) in stored.iter().zip(part).enumerate() {
-        rows.push(StoredRows { sequence, rows: selected.start - whole.start..selected.end - whole.start });
-    }
-    rows
-}
-
-/// Returns the largest number of positions of a sequence.
-pub(super) fn longest(sequences: &[Range<usize>]) -> usize {
-    sequences.iter().map(Range::len).max().unwrap_or(0)
-}
-
-/// Returns the last n positions, or all if there are fewer.
-fn last(positions: &Range<usize>, n: usize) -> Range<usize> {
-    positions.end - positions.len().min(n)..positions.end
 }

@@ -74,10 +74,12 @@ pub(super) struct KvBuffers {
     d_v: usize,
 }
 
-/// A range of rows of one sequence in the buffers of keys and values.
+/// Rows of one sequence in the buffers of keys and values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StoredRows {
     pub sequence: usize,
+    /// The number of first rows, which store sink tokens and come before `rows`.
+    pub sinks: usize,
     pub rows: Range<usize>,
 }
 
@@ -152,8 +154,8 @@ impl KvBuffers {
     /// Returns new buffers that store rows of some sequences, the first row of each in row 0.
     pub fn gather(&self, sequences: &[StoredRows], room: Room) -> Result<Self> {
         let gathered = self.zeros(room)?;
-        for (n, rows) in sequences.iter().enumerate() {
-            gathered.write_sequence(n, 0, &self.rows_of_sequence(rows)?)?;
+        for (n, stored) in sequences.iter().enumerate() {
+            gathered.write_stored(n, self, stored)?;
         }
         Ok(gathered)
     }
@@ -261,8 +263,8 @@ impl KvBuffers {
     }
 
     /// Returns a view of some rows of one sequence, as buffers of a batch of 1.
-    pub fn rows_of_sequence(&self, rows: &StoredRows) -> Result<Self> {
-        self.rows(&rows.rows)?.try_map(|tensor| tensor.narrow(0, rows.sequence, 1))
+    pub fn rows_of_sequence(&self, sequence: usize, rows: &Range<usize>) -> Result<Self> {
+        self.rows(rows)?.try_map(|tensor| tensor.narrow(0, sequence, 1))
     }
 
     /// Writes all rows of `from` to every sequence, from row `start` on.
@@ -280,15 +282,23 @@ impl KvBuffers {
         self.try_map(|tensor| tensor.narrow(0, sequence, 1))?.write(start, from)
     }
 
-    /// Writes the tokens of a call behind the positions `stored` of each sequence.
-    pub fn append(&self, kv: &Self, stored: &[Range<usize>], new: &NewTokens) -> Result<()> {
-        let start = stored.first().map_or(0, Range::len);
-        if new.all_valid() && stored.iter().all(|positions| positions.len() == start) {
+    /// Writes stored rows of other buffers to one sequence, the first row to row 0.
+    pub fn write_stored(&self, sequence: usize, from: &Self, stored: &StoredRows) -> Result<()> {
+        let StoredRows { sequence: source, sinks, ref rows } = *stored;
+        if sinks > 0 {
+            self.write_sequence(sequence, 0, &from.rows_of_sequence(source, &(0..sinks))?)?;
+        }
+        self.write_sequence(sequence, sinks, &from.rows_of_sequence(source, rows)?)
+    }
+
+    /// Writes the tokens of a call behind the first rows of each sequence, of which there are `counts`.
+    pub fn append(&self, kv: &Self, counts: &[usize], new: &NewTokens) -> Result<()> {
+        let start = counts.first().copied().unwrap_or(0);
+        if new.all_valid() && counts.iter().all(|&count| count == start) {
             return self.write(start, kv);
         }
-        for (sequence, (positions, tokens)) in stored.iter().zip(&new.tokens).enumerate() {
-            let rows = kv.rows_of_sequence(&StoredRows { sequence, rows: tokens.clone() })?;
-            self.write_sequence(sequence, positions.len(), &rows)?;
+        for (sequence, (&count, tokens)) in counts.iter().zip(&new.tokens).enumerate() {
+            self.write_sequence(sequence, count, &kv.rows_of_sequence(sequence, tokens)?)?;
         }
         Ok(())
     }

@@ -109,7 +109,7 @@ impl MultiHeadAttention {
     /// Validates and projects an input, and applies the score modifiers: everything that comes before attention.
     pub(super) fn prepare<'a>(&'a self, input: &AttentionInput<'a>) -> Result<PreparedCall<'a>> {
         let checked = self.validate(input)?;
-        let ProjectedHeads { q, kv, gate } = self.project(&checked, input)?;
+        let ProjectedHeads { q, sink_queries, kv, gate } = self.project(&checked, input)?;
         let mut arguments = ScoreArguments {
             mask: self.mask_of_call(&q, &checked)?,
             options: self.options_of_call(input)?,
@@ -123,6 +123,7 @@ impl MultiHeadAttention {
                 self.refuse_tracked_module(input, cache, &[&keys, &values])?;
                 let mut staged = cache.stage(&checked.tokens, &keys, Some(&values), values.dim(3)?)?;
                 staged.call.appended = self.appended_heads()?;
+                staged.call.attend_to_sinks_from(sink_queries);
                 self.modify_for_cache(&mut arguments, input, &checked, &staged.cache)?;
                 cache_after = Some(staged.cache);
                 AttendedKeys::Cached(staged.call)
@@ -130,7 +131,8 @@ impl MultiHeadAttention {
             KeysFrom::EarlierLayer(cache) => {
                 let cfg = &self.config;
                 let sizes = KvSizes { h_kv: cfg.num_kv_heads(), d: cfg.head_dim(), d_v: cfg.value_head_dim() };
-                let cached = cache.reading(&checked.tokens, &arguments.q, sizes)?;
+                let mut cached = cache.reading(&checked.tokens, &arguments.q, sizes)?;
+                cached.attend_to_sinks_from(sink_queries);
                 self.modify_for_cache(&mut arguments, input, &checked, cache)?;
                 AttendedKeys::Cached(cached)
             }

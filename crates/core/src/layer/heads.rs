@@ -16,6 +16,8 @@ use candle_attention_modules::norm::{AllReduce, Norm, QkNormScope};
 pub(super) struct ProjectedHeads {
     /// (B, H, T_q, D).
     pub q: Tensor,
+    /// The queries that attend to the sink tokens of a cache, if their positions differ from those of `q`.
+    pub sink_queries: Option<Tensor>,
     /// The keys and values that the call projects or that a memory has; `None` for an earlier layer's.
     pub kv: Option<KeysAndValues>,
     /// The projection of the output gate, (B, T_q, H·D_v) or (B, T_q, H).
@@ -26,6 +28,8 @@ pub(super) struct ProjectedHeads {
 struct Rotations {
     queries: Option<Rotation>,
     keys: Option<Rotation>,
+    /// The rotation of the queries that attend to sink tokens.
+    sink_queries: Option<Rotation>,
 }
 
 impl MultiHeadAttention {
@@ -49,17 +53,24 @@ impl MultiHeadAttention {
         } else {
             None
         };
+        let sink_queries = match &rotations.sink_queries {
+            Some(rotation) => {
+                let heads = self.query_heads(q.clone(), Some(rotation), all_reduce)?;
+                Some(self.with_temperature(heads, inputs)?)
+            }
+            None => None,
+        };
         let q = self.query_heads(q, rotations.queries.as_ref(), all_reduce)?;
         // The output for padding is 0, and 0 · NaN of padding's gate must not reach it.
         let gate = gate.map(|gate| inputs.tokens.without_padding(gate)).transpose()?;
-        Ok(ProjectedHeads { q: self.with_temperature(q, inputs)?, kv, gate })
+        Ok(ProjectedHeads { q: self.with_temperature(q, inputs)?, sink_queries, kv, gate })
     }
 
     /// Returns the rotations at the positions of a call, if the layer has rotary positions. Keys without positions of
     /// their own have the rotation of the queries.
     fn rotations(&self, inputs: &CheckedInput) -> Result<Rotations> {
         let (Some(positions), Some(rotary)) = (&inputs.positions, &self.rotary) else {
-            return Ok(Rotations { queries: None, keys: None });
+            return Ok(Rotations { queries: None, keys: None, sink_queries: None });
         };
         let queries = match &positions.axes {
             Some(axes) => rotary.on_axes(&axes.entries)?,
@@ -69,7 +80,11 @@ impl MultiHeadAttention {
             Some(keys) => Some(rotary.at(keys)?),
             None => None,
         };
-        Ok(Rotations { queries: Some(queries), keys })
+        let sink_queries = match &positions.in_cache {
+            Some(in_cache) => Some(rotary.at_length(in_cache, positions.length_of_sequences())?),
+            None => None,
+        };
+        Ok(Rotations { queries: Some(queries), keys, sink_queries })
     }
 
     /// Multiplies queries (B, H, T, D) by the config's attention temperature at their positions.
@@ -77,8 +92,7 @@ impl MultiHeadAttention {
         let (Some(temperature), Some(positions)) = (self.config.attention_temperature(), &inputs.positions) else {
             return Ok(q);
         };
-        let queries = positions.after_first_key.as_ref().unwrap_or(&positions.queries);
-        match temperature.factors(queries, q.dtype(), q.device())? {
+        match temperature.factors(positions.counted(), q.dtype(), q.device())? {
             // In the order of q's memory, (B, T, H, D).
             Some(factors) => q.transpose(1, 2)?.broadcast_mul(&factors.transpose(1, 2)?)?.transpose(1, 2),
             None => Ok(q),

@@ -10,6 +10,7 @@ mod latent;
 mod memory;
 mod positions;
 mod shard;
+mod sink_tokens;
 #[cfg(test)]
 mod tests;
 mod validate;

@@ -21,6 +21,9 @@ pub(super) struct CallPositions {
     /// The positions of the queries after the first key of their sequences, if a mask moves that and the caller gave no
     /// positions: attention temperatures and the lengths by which rotary frequencies are scaled count from there.
     pub after_first_key: Option<Positions>,
+    /// The positions of the queries among the tokens in a cache, if it keeps sink tokens and a query is past its
+    /// window.
+    pub in_cache: Option<Positions>,
 }
 
 /// The positions of a call's tokens on several axes.
@@ -34,12 +37,19 @@ pub(super) struct AxisPositions {
 impl CallPositions {
     /// Returns the length of the longest sequence of queries, without padding on the left.
     pub fn length_of_sequences(&self) -> usize {
-        self.after_first_key.as_ref().unwrap_or(&self.queries).length
+        self.counted().length
+    }
+
+    /// Returns the positions of the queries that count the tokens of their sequences: without padding on the left, and
+    /// without the tokens that a cache with sink tokens has dropped.
+    pub fn counted(&self) -> &Positions {
+        self.in_cache.as_ref().or(self.after_first_key.as_ref()).unwrap_or(&self.queries)
     }
 
     /// Returns the largest position + 1, or 0 without tokens.
     pub fn length(&self) -> usize {
-        self.queries.length.max(self.keys.as_ref().map_or(0, |keys| keys.length))
+        let queries = self.in_cache.as_ref().unwrap_or(&self.queries);
+        queries.length.max(self.keys.as_ref().map_or(0, |keys| keys.length))
     }
 }
 
@@ -118,7 +128,8 @@ impl AttentionInput<'_> {
             None if self.is_cross() => Some(self.default_positions(PackedSequences::keys, t_kv)?),
             None => None,
         };
-        let positions = CallPositions { queries, keys, axes: axis_positions, after_first_key: None };
+        let in_cache = self.positions_in_cache(&queries)?;
+        let positions = CallPositions { queries, keys, axes: axis_positions, after_first_key: None, in_cache };
         if let Some(cache) = self.any_cache() {
             positions.warn_of_going_back(op, cache, tokens);
         }

@@ -134,6 +134,7 @@ impl MultiHeadAttention {
         let queries = expected.queries(input.queries, cfg.embed_dim())?;
         let residual = expected.residual(input, cfg.out_dim())?;
         let (b, t_q, _) = queries.dims3()?;
+        self.check_sink_tokens(input)?;
         let key_value = self.key_value_inputs(input, keys_from, &queries, &expected)?;
         let t_kv = match (&key_value, keys_from) {
             (Some(inputs), _) => inputs.keys.dim(1)?,
@@ -157,7 +158,10 @@ impl MultiHeadAttention {
         let tokens = input.tokens(OP, b, t_q, &self.mask)?;
         let most_queries = input.packed.map_or(t_q, PackedSequences::most_queries);
         let most_keys = input.packed.map_or(t_kv, PackedSequences::most_keys);
-        self.check_context(tokens.longest().max(most_queries).max(most_keys))?;
+        let longest = tokens.longest().max(most_queries).max(most_keys);
+        // Positions count in a cache that keeps sink tokens.
+        let window = input.any_cache().and_then(|cache| cache.config().sink_window());
+        self.check_context(window.map_or(longest, |window| longest.min(window)))?;
         let mut positions = self.checked_positions(input, &tokens, t_kv)?;
         let counts_positions =
             cfg.attention_temperature().is_some() || cfg.rope().is_some_and(|rope| rope.scaling().depends_on_length());

@@ -57,8 +57,12 @@ impl StatisticsOptions {
 
 /// Checks that requested statistics fit a call.
 pub(super) fn check(requested: &RequestedStatistics, call: &Call) -> Result<()> {
-    let op = call.op;
     let Dims { t_q, t_kv, .. } = call.attention.dims;
+    check_sizes(call.op, requested, t_q, t_kv)
+}
+
+/// Checks that requested statistics fit a call of these numbers of queries and keys.
+fn check_sizes(op: &str, requested: &RequestedStatistics, t_q: usize, t_kv: usize) -> Result<()> {
     number::within(op, "top_keys", requested.top_keys, 0..=MAX_TOP)?;
     let Some(WeightTile { queries, keys }) = &requested.tile else { return Ok(()) };
     let is_within = |range: &Range<usize>, count| range.start <= range.end && range.end <= count;
@@ -118,6 +122,15 @@ impl AttentionStatistics {
             key_weight_sums: Tensor::from_vec(found.key_weight_sums, (b, h, t_kv), device)?,
             weights,
         })
+    }
+
+    /// Checks the requested statistics, and returns them for weights (B, H, T_q, T_kv).
+    ///
+    /// # Errors
+    /// For more top keys than a kernel returns, and for queries and keys that are not there.
+    pub(crate) fn of_weights(op: &str, weights: &Tensor, requested: &RequestedStatistics) -> Result<Self> {
+        check_sizes(op, requested, weights.dim(2)?, weights.dim(3)?)?;
+        Self::from_weights(&weights.detach(), requested)
     }
 
     /// Returns the statistics of weights (B, H, T_q, T_kv), in plain loops: the specification.

@@ -64,6 +64,11 @@ impl<'a> AttentionInput<'a> {
         }
     }
 
+    /// Returns whether the call says which of its new tokens attend to each other.
+    pub(in crate::layer) fn has_new_token_mask(&self) -> bool {
+        self.trees.is_some() || self.new_token_mask.is_some()
+    }
+
     /// Returns whether keys and values come from other inputs than the queries.
     pub(in crate::layer) fn is_cross(&self) -> bool {
         self.memory.is_some() || self.key_value.is_some()

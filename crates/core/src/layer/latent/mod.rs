@@ -393,6 +393,13 @@ impl MultiHeadLatentAttention {
                 bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
             }
         }
+        if let Some(cache) = input.any_cache()
+            && cache.config().sink_window().is_some()
+        {
+            bail!(
+                "[{OP}] the cache keeps sink tokens, which latent attention does not support; expected a cache without"
+            )
+        }
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
         warnings::about_lengths(OP, input, t);
