@@ -77,6 +77,7 @@ mod masks;
 mod matrices;
 mod merge;
 mod norms;
+mod paged;
 mod planned;
 mod small_stack;
 mod statistics;

@@ -33,6 +33,7 @@ mod delta;
 mod gradients;
 mod layers;
 mod padding;
+mod pages;
 mod rotary;
 mod shared;
 mod short_calls;

@@ -1,5 +1,5 @@
-//! Sliding caches that keep the first tokens: each token of random calls equals the last token of its kept tokens alone,
-//! at their positions among each other, in plain f64 loops.
+//! Sliding caches that keep the first tokens: each token of random calls equals the last token of its kept tokens
+//! alone, at their positions among each other, in plain loops of f64.
 
 use crate::by_hand::{Input, Output, Parameters, forward, parameters, tensors};
 use crate::program::{cases, difference, tolerance};

@@ -2,7 +2,7 @@
 
 use candle_attention::{scaled_dot_product_attention as sdpa, scaled_dot_product_attention_varlen as varlen};
 
-use crate::words::{Fields, dtype_and_shape, lens, mask, packed, tensor, with};
+use crate::words::{Fields, dtype_and_shape, lens, mask, packed, paged, tensor, with};
 use crate::*;
 
 pub const SUBJECTS: &[(&str, Subject)] = &[
@@ -16,6 +16,7 @@ pub const SUBJECTS: &[(&str, Subject)] = &[
         masked_softmax(&call.tensor("scores")?, call.read("lens", lens)?.as_ref(), FullyMaskedRows::Zero).map(accepted)
     }),
     ("packed sequences", |_, call| packed(call).map(accepted)),
+    ("paged sequences", |_, call| paged(call).map(accepted)),
     ("additive mask", |line, _| {
         let (dtype, dims) = dtype_and_shape(line).expect("a dtype and a shape");
         AttentionMask::causal()
@@ -37,6 +38,13 @@ fn attention(_: &str, call: &Fields) -> Result<String> {
     let k = &k?;
     let v = &v?;
     let mask = &call.part("mask", mask)?.unwrap_or_else(AttentionMask::none);
+    if let Some(paged) = call.part("paged", paged)? {
+        return match call.get::<String>("entry")?.as_deref() {
+            Some("lse") => scaled_dot_product_attention_paged_with_lse(q, k, v, &paged, mask, options).map(accepted),
+            Some("plan") => plan_paged(q, k, v, &paged, mask, options).map(accepted),
+            _ => scaled_dot_product_attention_paged(q, k, v, &paged, mask, options).map(accepted),
+        };
+    }
     match (call.get::<String>("entry")?.as_deref(), call.part("packed", packed)?) {
         (None, None) => sdpa(q, k, v, mask, options).map(accepted),
         (None, Some(packed)) => varlen(q, k, v, &packed, mask, options).map(accepted),

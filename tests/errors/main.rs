@@ -206,7 +206,7 @@ macro_rules! test_subjects {
 test_subjects! {
     error_texts_of_gguf_match_reviewed_files => ["gguf"];
     error_texts_of_rope_match_reviewed_files => ["rope", "config_rope"];
-    error_texts_of_packed_sequences_match_reviewed_files => ["packed", "layer_packed"];
+    error_texts_of_packed_sequences_match_reviewed_files => ["packed", "layer_packed", "paged"];
     error_texts_of_masks_match_reviewed_files => ["mask"];
     error_texts_of_layouts_match_reviewed_files => ["layout"];
     error_texts_of_hugging_face_configs_match_reviewed_files => ["hf"];

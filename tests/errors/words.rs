@@ -259,3 +259,16 @@ pub fn packed(of: &Fields) -> Result<PackedSequences> {
         _ => PackedSequences::self_attention(of.need("own")?),
     }
 }
+
+/// Reads sequences in pages: the sums of the numbers of queries, the lengths and the pages, as lists or in tensors, and
+/// the first stored positions.
+pub fn paged(of: &Fields) -> Result<PagedSequences> {
+    let sequences = match of.tensors(["queries_in", "lens_in", "table_in"])? {
+        [Some(queries), Some(lens), Some(table)] => PagedSequences::from_tensors(&queries, &lens, &table)?,
+        _ => PagedSequences::new(of.need("queries")?, of.need("lens")?, of.need("pages")?)?,
+    };
+    match of.get("first")? {
+        Some(first) => sequences.with_first_positions(first),
+        None => Ok(sequences),
+    }
+}

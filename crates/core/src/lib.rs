@@ -5,12 +5,13 @@
 //! `candle-attention-kernels`, the CPU kernels over slices, which do not depend on Candle.
 //!
 //! Modules are layered; each imports only from those before it: `mask`, `sdpa` (the function), `position`, `config`,
-//! `params` (parameters by name), `cache` and `layer`.
+//! `params` (parameters by name), `cache`, `pages` and `layer`.
 
 mod cache;
 mod config;
 mod layer;
 mod mask;
+mod pages;
 mod params;
 mod position;
 mod sdpa;
@@ -47,14 +48,18 @@ pub use layer::{
     MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory,
 };
 pub use mask::{AttentionMask, FullyMaskedRows, KeyRanges, TokenTree, ValidLens, Windows};
+pub use pages::{
+    KvPool, KvPoolConfig, PageCopy, PageTable, PagedStep, PagedTokens, SequenceId, SharedPrefix, StepTokens,
+};
 pub use params::WeightLayout;
 pub use position::{
     AlibiConfig, AttentionTemperature, ContentPositions, DisentangledConfig, RelativeBias, RelativeBiasConfig,
     RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, alibi_slopes,
 };
 pub use sdpa::{
-    AttentionFunction, AttentionOutput, AttentionStatistics, Backend, OutputLayout, PackedSequences, Plan, SdpaOptions,
-    StatisticsOptions, masked_softmax, merge_attention, plan, scaled_dot_product_attention,
+    AttentionFunction, AttentionOutput, AttentionStatistics, Backend, OutputLayout, PackedSequences, PagedSequences,
+    Plan, SdpaOptions, StatisticsOptions, masked_softmax, merge_attention, plan, plan_paged,
+    scaled_dot_product_attention, scaled_dot_product_attention_paged, scaled_dot_product_attention_paged_with_lse,
     scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
     scaled_dot_product_attention_varlen_with_statistics, scaled_dot_product_attention_with_lse,
     scaled_dot_product_attention_with_statistics, scaled_dot_product_attention_with_weights,

@@ -19,7 +19,7 @@ pub use config::AttentionCacheConfig;
 pub use tokens::{NewTokens, Padding};
 
 pub(crate) use staged::CachedCall;
-pub(crate) use storage::{KvFloats, KvSizes};
+pub(crate) use storage::{Buffer, KvFloats, KvSizes, StorageFormat};
 
 use std::ops::Range;
 
@@ -28,7 +28,7 @@ use candle_core::{DType, Result, bail};
 use crate::position::Positions;
 use candle_attention_modules::base::check_entries;
 use rows::RowOrder;
-use storage::{KvBuffers, StorageFormat};
+use storage::KvBuffers;
 
 const OP: &str = "attention_cache";
 

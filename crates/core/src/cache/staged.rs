@@ -326,9 +326,9 @@ impl CachedCall<'_> {
         if let Some(call) = self.call_of_codes("plan", q, &rows)?
             && choose(&call, RequestedResults::default())?.reads_codes()
         {
-            return plan_of_call(&call);
+            return plan_of_call(call);
         }
-        plan_of_call(&self.call_of_floats("plan", q, &rows)?)
+        plan_of_call(self.call_of_floats("plan", q, &rows)?)
     }
 
     /// Returns the call of a kernel that reads keys and values of 8 bits, if the rows have them as they are attended

@@ -14,7 +14,7 @@ use candle_attention_modules::base::{self, accumulation_dtype, part};
 
 /// The format in which a cache stores keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum StorageFormat {
+pub(crate) enum StorageFormat {
     Floats(DType),
     /// Codes of 8 bits, and a scale for each row.
     Q8,
@@ -31,16 +31,16 @@ impl fmt::Display for StorageFormat {
 
 /// Keys or values.
 #[derive(Debug, Clone)]
-struct Buffer {
-    /// Floats or codes of 8 bits, (B, H_kv, capacity, width).
-    entries: Tensor,
-    /// The scales of codes, (B, H_kv, capacity, 1).
-    scales: Option<Tensor>,
+pub(crate) struct Buffer {
+    /// Floats or codes of 8 bits: (B, H_kv, capacity, width) in a cache, (pages, page size, H_kv, width) in pages.
+    pub entries: Tensor,
+    /// The scales of codes, (.., 1).
+    pub scales: Option<Tensor>,
 }
 
 impl Buffer {
     /// Returns rows of any strides as a cache stores them.
-    fn encode(rows: &Tensor, format: StorageFormat) -> Result<Self> {
+    pub fn encode(rows: &Tensor, format: StorageFormat) -> Result<Self> {
         let rows = rows.detach();
         match format {
             StorageFormat::Floats(dtype) => Ok(Self { entries: rows.to_dtype(dtype)?.contiguous()?, scales: None }),
@@ -57,6 +57,11 @@ impl Buffer {
             Some(scales) => decoded(&self.entries, scales, dtype),
             None => Ok(self.entries.clone()),
         }
+    }
+
+    /// Returns the tensors of the buffer.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.entries].into_iter().chain(&self.scales)
     }
 
     fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
@@ -313,10 +318,7 @@ impl KvBuffers {
     }
 
     fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        [&self.keys]
-            .into_iter()
-            .chain(&self.values)
-            .flat_map(|buffer| [&buffer.entries].into_iter().chain(&buffer.scales))
+        [&self.keys].into_iter().chain(&self.values).flat_map(Buffer::tensors)
     }
 }
 

@@ -8,6 +8,7 @@ use super::validate::{CheckedInput, NO_KEYS};
 use super::{LayerOutput, MultiHeadAttention, OP};
 use crate::cache::{AttentionCache, CachedCall, KvSizes};
 use crate::mask::AttentionMask;
+use crate::pages::PagedKeys;
 use crate::position::{CallContext, KeysByHeads, QueryKeyPositions, ScoreArguments};
 use crate::sdpa::{
     Attended, AttentionOutput, AttentionStatistics, FunctionKeys, OwnKeys, Plan, SdpaOptions, StatisticsOptions,
@@ -129,13 +130,12 @@ impl MultiHeadAttention {
                 AttendedKeys::Cached(staged.call)
             }
             KeysFrom::EarlierLayer(cache) => {
-                let cfg = &self.config;
-                let sizes = KvSizes { h_kv: cfg.num_kv_heads(), d: cfg.head_dim(), d_v: cfg.value_head_dim() };
-                let mut cached = cache.reading(&checked.tokens, &arguments.q, sizes)?;
+                let mut cached = cache.reading(&checked.tokens, &arguments.q, self.kv_sizes())?;
                 cached.attend_to_sinks_from(sink_queries);
                 self.modify_for_cache(&mut arguments, input, &checked, cache)?;
                 AttendedKeys::Cached(cached)
             }
+            KeysFrom::Pages | KeysFrom::EarlierPages => self.prepare_pages(&mut arguments, kv, input)?,
             KeysFrom::Own | KeysFrom::Cross { .. } | KeysFrom::Memory(_) => {
                 self.modify_for_projected_keys(&mut arguments, kv.ok_or_else(no_keys)?, input, &checked)?
             }
@@ -213,6 +213,36 @@ impl MultiHeadAttention {
         Ok(())
     }
 
+    /// Stores the keys and values of a call in its pages, if they are not an earlier layer's, and applies the score
+    /// modifiers. `validate` refuses those that depend on the positions of keys.
+    fn prepare_pages<'a>(
+        &self,
+        arguments: &mut ScoreArguments,
+        kv: Option<KeysAndValues>,
+        input: &AttentionInput<'a>,
+    ) -> Result<AttendedKeys<'a>> {
+        let pages = if let Some(own) = input.pages {
+            let KeysAndValues { keys, values } = kv.ok_or_else(no_keys)?;
+            own.write(&keys, &values)?;
+            own
+        } else {
+            let earlier = input.shared_pages.ok_or_else(no_keys)?;
+            earlier.check_written(self.kv_sizes())?;
+            earlier
+        };
+        let context = self.call_context(input, None);
+        for modifier in self.score_modifiers() {
+            modifier.modify(arguments, None, &context)?;
+        }
+        Ok(AttendedKeys::Paged(pages))
+    }
+
+    /// Returns the sizes of the layer's keys and values.
+    fn kv_sizes(&self) -> KvSizes {
+        let cfg = &self.config;
+        KvSizes { h_kv: cfg.num_kv_heads(), d: cfg.head_dim(), d_v: cfg.value_head_dim() }
+    }
+
     /// Applies the score modifiers to a call without a cache, and returns the keys and values that it attends to.
     fn modify_for_projected_keys<'a>(
         &self,
@@ -288,6 +318,8 @@ pub(super) enum AttendedKeys<'a> {
     ByHeads(KeysByHeads),
     /// Keys and values in a cache.
     Cached(CachedCall<'a>),
+    /// Keys and values in pages.
+    Paged(PagedKeys<'a>),
 }
 
 /// Projects the attention output (B, H, T_q, D_v), a view of (B, T_q, H, D_v), to (B, T_q, out_dim).
@@ -333,6 +365,7 @@ impl PreparedCall<'_> {
             AttendedKeys::Function(keys) => keys.attend(q, mask, options, wanted),
             AttendedKeys::ByHeads(keys) => keys.attend(q, mask, options, wanted),
             AttendedKeys::Cached(keys) => keys.attend(q, mask, options, wanted),
+            AttendedKeys::Paged(keys) => keys.attend(q, mask, options, wanted),
         }
     }
 
@@ -346,6 +379,7 @@ impl PreparedCall<'_> {
             }
             AttendedKeys::ByHeads(keys) => keys.plan(q, mask, options),
             AttendedKeys::Cached(keys) => keys.plan(q, mask, options),
+            AttendedKeys::Paged(keys) => keys.plan(q, mask, options),
         }
     }
 }

@@ -45,8 +45,8 @@ impl MultiHeadAttention {
         let kv = if let Some(KeysAndValues { keys, values }) = kv {
             let keys = self.key_heads(keys, rotations.keys.as_ref().or(rotations.queries.as_ref()), all_reduce)?;
             let heads = KeysAndValues { keys, values: self.value_heads(values)? };
-            // A cache stores the keys of calls alone.
-            let is_cached = matches!(inputs.keys_from, KeysFrom::Cache(_));
+            // A cache and pages store the keys of calls alone.
+            let is_cached = matches!(inputs.keys_from, KeysFrom::Cache(_) | KeysFrom::Pages);
             Some(if is_cached { heads } else { self.with_appended_heads(heads)? })
         } else if let KeysFrom::Memory(memory) = inputs.keys_from {
             Some(memory.for_batch(inputs.queries.dim(0)?)?)

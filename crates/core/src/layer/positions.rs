@@ -6,8 +6,9 @@ use candle_core::{Result, bail};
 
 use super::input::{AttentionInput, KeysFrom};
 use super::warnings;
-use crate::cache::{AttentionCache, NewTokens, Padding};
+use crate::cache::{AttentionCache, EarlierPadding, NewTokens, Padding};
 use crate::mask::AttentionMask;
+use crate::pages::PagedTokens;
 use crate::position::{Positions, RopeAxes};
 use crate::sdpa::PackedSequences;
 
@@ -62,11 +63,14 @@ impl AttentionInput<'_> {
         if self.function.is_some() && (self.any_cache().is_some() || self.packed.is_some()) {
             bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
         }
+        if self.function.is_some() && self.any_pages().is_some() {
+            bail!("[{op}] an attention function was given with pages, expected one of the two")
+        }
         let padding = Padding { starts: self.starts, valid_lens: self.valid_lens };
         let mut tokens = match self.keys_from(op)? {
             KeysFrom::Cache(cache) => cache.new_tokens((b, t), padding)?,
             KeysFrom::EarlierLayer(cache) => cache.latest_tokens((b, t), padding)?,
-            KeysFrom::Own | KeysFrom::Cross { .. } | KeysFrom::Memory(_) => {
+            KeysFrom::Own | KeysFrom::Cross { .. } | KeysFrom::Memory(_) | KeysFrom::Pages | KeysFrom::EarlierPages => {
                 if padding != Padding::default() {
                     bail!(
                         "[{op}] valid_lens or starts of an `AttentionInput` were given to a call without a cache, \
@@ -80,6 +84,10 @@ impl AttentionInput<'_> {
         if let Some(cache) = self.any_cache() {
             warnings::check_mask(op, self.mask(), layer_mask, &tokens, cache.earlier_padding())?;
             tokens.some_are_masked = self.mask().is_some_and(|mask| mask.masks_tokens(&tokens.position_ranges()));
+        }
+        if let Some(step) = self.any_pages() {
+            let own = tokens_of_step(step);
+            warnings::check_mask(op, self.mask(), layer_mask, &own, EarlierPadding::default())?;
         }
         tokens.new_token_mask = self.new_token_mask(op, &tokens, b)?;
         if let Some(positions) = self.positions {
@@ -118,10 +126,14 @@ impl AttentionInput<'_> {
         if !is_used {
             return Ok(None);
         }
-        let queries = if self.packed.is_some() && tokens.given_positions.is_none() {
-            self.default_positions(PackedSequences::queries, tokens.t)?
-        } else {
-            tokens.positions()?
+        let queries = match self.any_pages() {
+            Some(step) if tokens.given_positions.is_none() => {
+                Positions::of_each(step.positions().into_iter().map(|position| position as usize), tokens.t)?
+            }
+            None if self.packed.is_some() && tokens.given_positions.is_none() => {
+                self.default_positions(PackedSequences::queries, tokens.t)?
+            }
+            _ => tokens.positions()?,
         };
         let keys = match given_key_positions {
             Some(positions) => Some(positions),
@@ -169,6 +181,13 @@ impl AttentionInput<'_> {
         let Some(sequences) = self.packed else { return Positions::starting_at(&[0], t) };
         Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()), t)
     }
+}
+
+/// Returns the new tokens of a step as a batch, padded on the right.
+fn tokens_of_step(step: &PagedTokens) -> NewTokens {
+    let tokens: Vec<_> = (0..step.before().len()).map(|s| 0..step.packed().queries(s).len()).collect();
+    let t = tokens.iter().map(Range::len).max().unwrap_or(0);
+    NewTokens { t, before: step.before().to_vec(), tokens, ..NewTokens::default() }
 }
 
 impl CallPositions {

@@ -12,7 +12,7 @@ use super::{MultiHeadAttention, OP, warnings};
 use crate::cache::NewTokens;
 use crate::config::KvSharing;
 use crate::mask::AttentionMask;
-use crate::position::RopeConfig;
+use crate::position::{AlibiConfig, RopeConfig};
 use crate::sdpa::PackedSequences;
 use candle_attention_modules::base::{Dim, Expect, check_keys_and_values, is_addressable};
 
@@ -100,6 +100,24 @@ impl AttentionInput<'_> {
     }
 }
 
+impl AttentionInput<'_> {
+    /// Checks that the queries (1, total, ..) are the new tokens of the call's pages, if it has some, and that the call
+    /// has no packed sequences.
+    pub(super) fn check_pages(&self, op: &str, queries: &Tensor) -> Result<()> {
+        let Some(step) = self.any_pages() else { return Ok(()) };
+        Expect::many(op, "queries with pages", self.queries).shape(&["total", "E"].map(Dim::Any))?;
+        if self.packed.is_some() {
+            bail!("[{op}] packed sequences were given with pages, expected one of the two")
+        }
+        let found = queries.dim(1)?;
+        let expected = step.total_tokens();
+        if found != expected {
+            bail!("[{op}] there are {found} queries, expected the step's {expected} new tokens")
+        }
+        Ok(())
+    }
+}
+
 /// The checked inputs of keys and values.
 pub(super) struct KeyValueInputs {
     /// (B, T_kv, kdim): a clone of the queries, if the keys are projected from them.
@@ -140,11 +158,15 @@ impl MultiHeadAttention {
             (Some(inputs), _) => inputs.keys.dim(1)?,
             (None, KeysFrom::EarlierLayer(cache)) => cache.len(),
             (None, KeysFrom::Memory(memory)) => memory.t_kv,
-            (None, KeysFrom::Own | KeysFrom::Cross { .. } | KeysFrom::Cache(_)) => t_q,
+            (None, _) => t_q,
         };
         let what = format_args!("queries {:?} and {t_kv} keys", input.queries.dims());
         self.check_addressable(b, t_q.max(t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;
+        input.check_pages(OP, &queries)?;
+        if input.any_pages().is_some() {
+            self.check_pages_support()?;
+        }
         if cfg.appended_keys() > 0 && input.packed.is_some() {
             bail!("[{OP}] the layer appends keys to those of a call, which is not supported with packed sequences")
         }
@@ -157,7 +179,7 @@ impl MultiHeadAttention {
         warnings::about_lengths(OP, input, t_kv);
         let tokens = input.tokens(OP, b, t_q, &self.mask)?;
         let most_queries = input.packed.map_or(t_q, PackedSequences::most_queries);
-        let most_keys = input.packed.map_or(t_kv, PackedSequences::most_keys);
+        let most_keys = input.packed_queries().map_or(t_kv, PackedSequences::most_keys);
         let longest = tokens.longest().max(most_queries).max(most_keys);
         // Positions count in a cache that keeps sink tokens.
         let window = input.any_cache().and_then(|cache| cache.config().sink_window());
@@ -177,6 +199,23 @@ impl MultiHeadAttention {
         Ok(CheckedInput { queries, keys_from, key_value, t_kv, tokens, positions, mask, residual })
     }
 
+    /// Checks that the layer has no part that calls with pages do not support.
+    fn check_pages_support(&self) -> Result<()> {
+        let cfg = &self.config;
+        let unsupported = if cfg.appended_keys() > 0 {
+            "appends keys to those of a call"
+        } else if cfg.relative_bias().is_some() {
+            "has a relative bias"
+        } else if matches!(cfg.alibi(), Some(AlibiConfig::Falcon)) {
+            "has a bias for each key that follows from its position"
+        } else if cfg.content_positions().is_some() {
+            "has content-based relative positions"
+        } else {
+            return Ok(());
+        };
+        bail!("[{OP}] the layer {unsupported}, which is not supported with pages")
+    }
+
     /// Returns the inputs to project keys and values from; `None` for keys and values that were projected before.
     fn key_value_inputs(
         &self,
@@ -189,9 +228,14 @@ impl MultiHeadAttention {
         let b = queries.dim(0)?;
         let shares_earlier = cfg.kv_sharing() == KvSharing::EarlierLayer;
         match keys_from {
-            KeysFrom::EarlierLayer(_) => {
+            KeysFrom::EarlierLayer(_) | KeysFrom::EarlierPages => {
                 if !shares_earlier {
-                    bail!("[{OP}] the cache of an earlier layer was given, but the layer has keys of its own")
+                    let source = if input.any_pages().is_some() {
+                        "pages of an earlier layer were"
+                    } else {
+                        "cache of an earlier layer was"
+                    };
+                    bail!("[{OP}] the {source} given, but the layer has keys of its own")
                 }
                 Ok(None)
             }
@@ -202,7 +246,9 @@ impl MultiHeadAttention {
                 }
                 Ok(None)
             }
-            KeysFrom::Cross { .. } | KeysFrom::Own | KeysFrom::Cache(_) if shares_earlier => bail!("[{OP}] {NO_KEYS}"),
+            KeysFrom::Cross { .. } | KeysFrom::Own | KeysFrom::Cache(_) | KeysFrom::Pages if shares_earlier => {
+                bail!("[{OP}] {NO_KEYS}")
+            }
             KeysFrom::Cross { keys, values } => {
                 let mut inputs = self.check_key_value(Some(b), expected, keys, values)?;
                 // One tensor is projected once.
@@ -216,7 +262,7 @@ impl MultiHeadAttention {
                 }
                 Ok(Some(inputs))
             }
-            KeysFrom::Own | KeysFrom::Cache(_) => {
+            KeysFrom::Own | KeysFrom::Cache(_) | KeysFrom::Pages => {
                 if cfg.kdim() != cfg.embed_dim() || cfg.vdim() != cfg.embed_dim() {
                     bail!(
                         "[{OP}] queries are {} wide, the inputs of keys {} and of values {}; expected a \

@@ -70,7 +70,7 @@ fn check_offset(op: &str, mask: &AttentionMask, tokens: &NewTokens, before: usiz
 /// Warns about a length in the mask of a call without a cache that is above the number of keys, of which it masks none.
 /// `usize::MAX` says on purpose that there is no padding.
 pub(super) fn about_lengths(op: &str, input: &AttentionInput, t_kv: usize) {
-    if input.any_cache().is_some() || input.packed.is_some() {
+    if input.any_cache().is_some() || input.packed.is_some() || input.any_pages().is_some() {
         return;
     }
     if let Some(length) = input.mask().and_then(AttentionMask::largest_length)

@@ -74,6 +74,13 @@ impl AttentionInput<'_> {
             }
             return Ok(mask);
         }
+        if self.any_pages().is_some() && given.is_some() {
+            bail!(
+                "[{}] positions were given with pages and a mask that has chunks, expected no positions or a mask \
+                 without chunks",
+                call.op
+            )
+        }
         let sequences = match (self.any_cache(), given) {
             (Some(cache), given) if given.is_some() || cache.has_given_positions() => {
                 let of_sequence = |sequence| cached_positions(cache, given, call.tokens, sequence);
@@ -117,7 +124,7 @@ impl AttentionInput<'_> {
                 positions.push((position as usize).saturating_sub(first));
             }
         };
-        match self.packed {
+        match self.packed_queries() {
             Some(packed) => (0..packed.len()).for_each(|s| add(s, &queries.entries[packed.queries(s)])),
             None => (0..b).for_each(|sequence| add(sequence, queries.of_sequence(sequence))),
         }

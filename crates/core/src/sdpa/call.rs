@@ -5,6 +5,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::dropout::DropoutDraw;
 use super::options::{Backend, OutputLayout, SdpaOptions};
 use super::packed::PackedSequences;
+use super::paged::PagedSequences;
 use crate::mask::{AttentionMask, CallRanges, FullyMaskedRows, RowRanges};
 use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, ScoreModifiers};
 use candle_attention_kernels::InstructionSet;
@@ -34,9 +35,10 @@ pub(crate) fn decoded(codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<T
 pub(crate) struct Call {
     /// The name of the public function, for errors.
     pub op: &'static str,
-    /// The tensors and score modifiers. Keys and values with a batch of one are expanded to B, which copies nothing. A
-    /// boolean mask is u8, a bias has the dtype of the scores, or on CUDA that of the queries; both broadcast to (B, H,
-    /// T_q, T_kv). Dropout is not drawn yet.
+    /// The tensors and score modifiers. Keys and values with a batch of one are expanded to B, which copies nothing.
+    /// Keys and values in pages are pools (pages, H_kv, page size, ..), views of (pages, page size, ..). A boolean mask
+    /// is u8, a bias has the dtype of the scores, or on CUDA that of the queries; both broadcast to (B, H, T_q, T_kv).
+    /// Dropout is not drawn yet.
     pub attention: AttentionCall<Tensor, MaskedKeys>,
     pub fully_masked_rows: FullyMaskedRows,
     /// The weights to drop, if some are.
@@ -51,6 +53,16 @@ pub(crate) struct MaskedKeys {
     pub ranges: CallRanges,
     /// The sequences of a packed call, whose q, k and v are (1, H, total, D).
     pub sequences: Option<PackedSequences>,
+    /// The pages of the sequences, if k and v are pools. `sequences` and `ranges` count keys as if they were packed,
+    /// each sequence from position 0 on.
+    pub pages: Option<PagedSequences>,
+}
+
+/// The sizes of a call and its keys, after their checks.
+struct CheckedKeys<'a> {
+    dims: Dims,
+    scales: Option<&'a KvScales<Tensor>>,
+    keys: MaskedKeys,
 }
 
 impl Call {
@@ -112,28 +124,86 @@ impl Call {
                 mask.ranges_of_packed(op, sequences.rows().collect())?
             }
         };
-        let q = qkv.q.clone();
         let k = expanded(qkv.k, b)?;
         let v = expanded(qkv.v, b)?;
-        for (name, tensor) in [("k", &k), ("v", &v)] {
+        let keys = MaskedKeys { ranges, sequences: sequences.cloned(), pages: None };
+        Self::checked(op, Qkv { q: qkv.q, k: &k, v: &v }, CheckedKeys { dims, scales, keys }, mask, options)
+    }
+
+    /// Checks the arguments of a call over pages: packed queries (total_q, H, D), pools of keys (pages, page size,
+    /// H_kv, D) and of values (pages, page size, H_kv, D_v), or codes with the scales of their rows (.., 1). The output
+    /// is that of packed sequences.
+    pub fn over_pages(
+        op: &'static str,
+        qkv: Qkv,
+        scales: Option<&KvScales<Tensor>>,
+        sequences: &PagedSequences,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<Self> {
+        let Qkv { q, k, v } = qkv;
+        Expect::one(op, "q", q).shape(&["total_q", "H", "D"].map(Dim::Any))?;
+        Expect::one(op, "k_pool", k).shape(&["pages", "page size", "H_kv", "D"].map(Dim::Any))?;
+        let [pages, page_size, ..] = *k.dims() else { bail!("[{op}] k_pool has no pages") };
+        let pages_dim = Dim::Named("k_pool's pages", pages);
+        let size_dim = Dim::Named("k_pool's page size", page_size);
+        Expect::one(op, "v_pool", v).shape(&[pages_dim, size_dim, Dim::Any("H_kv"), Dim::Any("D_v")])?;
+        let rows = pages.saturating_mul(page_size);
+        if !(1..=u32::MAX as usize).contains(&rows) {
+            bail!("[{op}] the pools have {pages} pages of {page_size} positions, expected 1 to {} in all", u32::MAX)
+        }
+        sequences.check_pages(op, pages, page_size)?;
+        let k = k.transpose(1, 2)?;
+        let v = v.transpose(1, 2)?;
+        let q = in_four_dims(q, true)?;
+        // The sizes besides the number of keys are the sizes of one page.
+        let of_page = Qkv { q: &q, k: &k.narrow(0, 0, 1)?, v: &v.narrow(0, 0, 1)? };
+        let packed = sequences.packed();
+        let dims = Dims { t_kv: packed.total_keys(), ..dims(op, of_page)? };
+        check_sizes(op, Qkv { q: &q, k: &k, v: &v }, dims, [1; 4])?;
+        check_sequences(op, dims, packed, mask)?;
+        let ranges = mask.ranges_of_packed(op, packed.rows().collect())?;
+        check_stored(op, ranges.rows(op)?, sequences, mask.fully_masked_rows())?;
+        let scales = match scales {
+            Some(scales) => Some(KvScales { k: scales.k.transpose(1, 2)?, v: scales.v.transpose(1, 2)? }),
+            None => None,
+        };
+        let keys = MaskedKeys { ranges, sequences: Some(packed.clone()), pages: Some(sequences.clone()) };
+        let checked = CheckedKeys { dims, scales: scales.as_ref(), keys };
+        Self::checked(op, Qkv { q: &q, k: &k, v: &v }, checked, mask, options)
+    }
+
+    /// Checks the dtypes, the devices, the tensors of the mask and the options of a call whose sizes are checked.
+    fn checked(
+        op: &'static str,
+        qkv: Qkv,
+        checked: CheckedKeys,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<Self> {
+        let CheckedKeys { dims, scales, keys } = checked;
+        let Qkv { q, k, v } = qkv;
+        let is_packed = keys.sequences.is_some();
+        let scores = if is_packed { [1; 4] } else { [dims.b, dims.h, dims.t_q, dims.t_kv] };
+        for (name, tensor) in [("k", k), ("v", v)] {
             let found = Expect::one(op, name, tensor).same_device("q", q.device())?;
             if scales.is_none() {
                 found.dtype(q.dtype(), "q's")?;
             }
         }
-        Expect::one(op, "q", &q).float("")?;
+        Expect::one(op, "q", q).float("")?;
         let dtype = accumulation_dtype(q.dtype());
         let bool_mask = mask.bool_mask(scores, q.device())?;
-        let bias = mask.bias_tensor(scores, bias_dtype(mask, &q, dtype), q.device())?;
+        let bias = mask.bias_tensor(scores, bias_dtype(mask, q, dtype), q.device())?;
         let call = Self {
             op,
             attention: AttentionCall {
                 dims,
-                q,
-                k,
-                v,
+                q: q.clone(),
+                k: k.clone(),
+                v: v.clone(),
                 kv_scales: scales.cloned(),
-                keys: MaskedKeys { ranges, sequences: sequences.cloned() },
+                keys,
                 scores: ScoreModifiers {
                     scale: options.scale.unwrap_or(1.0 / (dims.d as f64).sqrt()),
                     softcap: options.softcap,
@@ -144,7 +214,7 @@ impl Call {
                     sinks: options.sinks.clone(),
                     dropout: None,
                 },
-                output_layout: if sequences.is_some() { OutputLayout::Bthd } else { options.output_layout },
+                output_layout: if is_packed { OutputLayout::Bthd } else { options.output_layout },
             },
             fully_masked_rows: mask.fully_masked_rows(),
             dropout: DropoutDraw::new(options),
@@ -265,6 +335,32 @@ fn check_sequences(op: &str, dims: Dims, sequences: &PackedSequences, mask: &Att
     }
     if let Some(tensor) = mask.tensor_kind() {
         bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
+    }
+    Ok(())
+}
+
+/// Checks that no query attends to a position whose page was released. `ranges` count keys through all sequences.
+fn check_stored(
+    op: &str,
+    ranges: &RowRanges,
+    sequences: &PagedSequences,
+    fully_masked_rows: FullyMaskedRows,
+) -> Result<()> {
+    for s in 0..sequences.len() {
+        let first = sequences.keys(s).start;
+        if first > 0 && fully_masked_rows == FullyMaskedRows::Uniform {
+            bail!("[{op}] fully masked rows are uniform over all keys, expected sequences without released pages")
+        }
+        let first_key = sequences.packed().keys(s).start;
+        for keys in &ranges.keys[sequences.queries(s)] {
+            if !keys.is_empty() && keys.start < first_key + first {
+                bail!(
+                    "[{op}] a query of sequence {s} may attend to the key at position {}, but the pages before position \
+                     {first} were released; expected a shorter window in the mask, or pages that were released later",
+                    keys.start - first_key
+                )
+            }
+        }
     }
     Ok(())
 }

@@ -131,7 +131,7 @@ pub fn scaled_dot_product_attention_with_statistics(
 /// # Errors
 /// As [`scaled_dot_product_attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-    run::plan(&Call::new("plan", Qkv { q, k, v }, None, mask, options)?)
+    run::plan(Call::new("plan", Qkv { q, k, v }, None, mask, options)?)
 }
 
 /// Computes [`scaled_dot_product_attention`] over packed sequences: sequences of different lengths, one after the other

@@ -37,7 +37,7 @@ impl OwnKeys<'_> {
 
     /// Returns the path of attention for its output.
     pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        run::plan(&self.call("plan", q, mask, options)?)
+        run::plan(self.call("plan", q, mask, options)?)
     }
 
     fn call(&self, op: &'static str, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Call> {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_attention_call::{AttentionCall, AttentionDims as Dims, RequestedResults, ScoreModifiers};
+use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, RequestedResults, ScoreModifiers};
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use super::call::{Call, MaskedKeys};
@@ -79,7 +79,7 @@ fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Res
     let t_q = queries.len();
     let t_kv = keys.len();
     let narrowed = |xs: &Tensor, rows: &Range<usize>| xs.narrow(2, rows.start, rows.len());
-    let AttentionCall { dims, q, k, v, keys: MaskedKeys { ranges, .. }, scores, .. } = &packed.attention;
+    let AttentionCall { dims, q, k, v, kv_scales, keys: MaskedKeys { ranges, .. }, scores, .. } = &packed.attention;
     let mut scores = scores.clone();
     if let Some(biases) = &mut scores.relative_bias {
         let distances = (t_q + t_kv).saturating_sub(1);
@@ -92,9 +92,11 @@ fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Res
             q: narrowed(q, &queries)?,
             k: narrowed(k, &keys)?,
             v: narrowed(v, &keys)?,
-            // Packed sequences have no codes.
-            kv_scales: None,
-            keys: MaskedKeys { ranges: ranges.of_sequence(packed.op, s)?, sequences: None },
+            kv_scales: match kv_scales {
+                Some(scales) => Some(KvScales { k: narrowed(&scales.k, &keys)?, v: narrowed(&scales.v, &keys)? }),
+                None => None,
+            },
+            keys: MaskedKeys { ranges: ranges.of_sequence(packed.op, s)?, sequences: None, pages: None },
             scores,
             // The outputs of all sequences are put into the layout together.
             output_layout: OutputLayout::Bhtd,

@@ -7,13 +7,14 @@ use super::call::Call;
 use super::options::Backend;
 use super::plan::{Choice, Plan};
 use super::results::Attended;
-use super::{cpu, first_line, reference, statistics};
+use super::{cpu, first_line, gather, reference, statistics};
 use candle_attention_cuda::warn_of_each_text;
 
 /// Chooses the path of a call and runs it.
 pub(crate) fn run(call: Call, wanted: RequestedResults) -> Result<Attended> {
-    let choice = choose(&call, wanted)?;
-    run_on(choice, call, wanted)
+    let readable = gather::with_keys_in_one_piece(call)?;
+    let choice = choose(&readable, wanted)?;
+    run_on(choice, readable, wanted)
 }
 
 /// Chooses the path of a call that can have the requested results.
@@ -41,8 +42,9 @@ pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Re
 }
 
 /// Returns the path of a call for its output, without running it.
-pub(crate) fn plan(call: &Call) -> Result<Plan> {
-    Ok(Choice::new(call, RequestedResults::default())?.plan())
+pub(crate) fn plan(call: Call) -> Result<Plan> {
+    let readable = gather::with_keys_in_one_piece(call)?;
+    Ok(Choice::new(&readable, RequestedResults::default())?.plan())
 }
 
 /// Returns the results of a GPU kernel, or the results of the reference path if the kernel failed and another path is

@@ -9,6 +9,7 @@ use candle_core::Tensor;
 use super::memory::ProjectedMemory;
 use crate::cache::AttentionCache;
 use crate::mask::{AttentionMask, TokenTree};
+use crate::pages::{KvPool, PagedKeys, PagedTokens};
 use crate::sdpa::{AttentionFunction, Backend, PackedSequences};
 use candle_attention_modules::base::OptionalRef;
 use candle_attention_modules::init::TorchSeed;
@@ -32,6 +33,9 @@ pub struct AttentionInput<'a> {
     dropout_seed: Option<&'a TorchSeed>,
     pub(in crate::layer) cache: Option<&'a mut AttentionCache>,
     shared_cache: Option<&'a AttentionCache>,
+    pub(in crate::layer) pages: Option<PagedKeys<'a>>,
+    /// The pages of an earlier layer.
+    pub(in crate::layer) shared_pages: Option<PagedKeys<'a>>,
     pub(in crate::layer) valid_lens: Option<&'a [usize]>,
     pub(in crate::layer) starts: Option<&'a [usize]>,
     /// One tree for all sequences, or one for each.
@@ -66,6 +70,8 @@ impl<'a> AttentionInput<'a> {
             dropout_seed: None,
             cache: None,
             shared_cache: None,
+            pages: None,
+            shared_pages: None,
             valid_lens: None,
             starts: None,
             trees: None,
@@ -207,6 +213,35 @@ impl<'a> AttentionInput<'a> {
     pub fn with_shared_cache(mut self, cache: &'a AttentionCache) -> Self {
         self.shared_cache = Some(cache);
         self
+    }
+
+    /// Reads `xs` (total, E) as the new tokens of a step of a [`PageTable`](crate::PageTable), one sequence after the
+    /// other: stores their keys and values in the layer's pool, and attends to all positions of their sequences. Some
+    /// sequences may bring a chunk of a prompt, others one token. The output is (total, out_dim).
+    ///
+    /// Each sequence has the numbers that it has alone in a cache. Positions continue from its length unless
+    /// [`with_positions`](Self::with_positions) sets them as (total,). The mask applies to each sequence by itself, with
+    /// T_kv its length with the new tokens. [`PageTable`](crate::PageTable) has an example.
+    ///
+    /// Not supported with pages: returned weights, boolean mask and bias tensors, trees, padding, layers with relative
+    /// biases, content-based relative positions, Falcon's ALiBi or appended keys, and positions for a mask that has
+    /// chunks.
+    #[doc(alias("paged_attention", "block_table"))]
+    pub fn with_pages(mut self, pool: &'a KvPool, step: &'a PagedTokens) -> Self {
+        self.pages = Some(PagedKeys { pool, step });
+        self
+    }
+
+    /// Attends to the keys and values in the pool of an earlier layer, for layers without key and value projections
+    /// ([`KvSharing::EarlierLayer`](crate::KvSharing)). The earlier layer's call with the same step has to come first.
+    pub fn with_shared_pages(mut self, pool: &'a KvPool, step: &'a PagedTokens) -> Self {
+        self.shared_pages = Some(PagedKeys { pool, step });
+        self
+    }
+
+    /// Returns the tokens of the call in pages, of this layer's pool or of an earlier layer's.
+    pub(in crate::layer) fn any_pages(&self) -> Option<&'a PagedTokens> {
+        self.pages.or(self.shared_pages).map(|keys| keys.step)
     }
 
     /// Sets the right padding in a call with a cache: for each sequence, the length up to which the T positions are
@@ -369,7 +404,7 @@ impl fmt::Debug for AttentionInput<'_> {
         input.field("positions", &[self.positions, self.key_positions, self.axis_positions]);
         input.field("padding", &[self.starts, self.valid_lens]);
         input.field("trees", &self.trees).field("new_token_mask", &self.new_token_mask);
-        input.field("packed", &self.packed).field("residual", &self.residual);
+        input.field("packed", &self.packed).field("pages", &self.any_pages()).field("residual", &self.residual);
         input.field("train", &self.train).field("backend", &self.backend).finish_non_exhaustive()
     }
 }

@@ -6,7 +6,7 @@ use super::{AttentionInput, KeyValueInputs};
 use crate::cache::{AttentionCache, NewTokens};
 use crate::layer::memory::ProjectedMemory;
 use crate::mask::{AttentionMask, NewTokenMask};
-use crate::sdpa::{OutputLayout, SdpaOptions};
+use crate::sdpa::{OutputLayout, PackedSequences, SdpaOptions};
 
 /// The source of the keys and values of a call.
 #[derive(Clone, Copy)]
@@ -21,6 +21,10 @@ pub(in crate::layer) enum KeysFrom<'a> {
     Cache(&'a AttentionCache),
     /// The keys and values in an earlier layer's cache.
     EarlierLayer(&'a AttentionCache),
+    /// The pages' keys and values, and the inputs of the queries after them.
+    Pages,
+    /// The keys and values in an earlier layer's pages.
+    EarlierPages,
 }
 
 impl KeysFrom<'_> {
@@ -32,6 +36,8 @@ impl KeysFrom<'_> {
             Self::Memory(_) => "a memory",
             Self::Cache(_) => "a cache",
             Self::EarlierLayer(_) => "the cache of an earlier layer",
+            Self::Pages => "pages",
+            Self::EarlierPages => "the pages of an earlier layer",
         }
     }
 }
@@ -54,6 +60,12 @@ impl<'a> AttentionInput<'a> {
         }
         if let Some(cache) = self.shared_cache {
             sources.push(KeysFrom::EarlierLayer(cache));
+        }
+        if self.pages.is_some() {
+            sources.push(KeysFrom::Pages);
+        }
+        if self.shared_pages.is_some() {
+            sources.push(KeysFrom::EarlierPages);
         }
         match sources[..] {
             [] => Ok(KeysFrom::Own),
@@ -79,6 +91,11 @@ impl<'a> AttentionInput<'a> {
         self.cache.as_deref().or(self.shared_cache)
     }
 
+    /// Returns the queries of packed sequences or of sequences in pages.
+    pub(in crate::layer) fn packed_queries(&self) -> Option<&'a PackedSequences> {
+        self.packed.or(self.any_pages().map(|step| step.packed()))
+    }
+
     /// Returns the first input that content-based positions do not support, for an error.
     pub(in crate::layer) fn unsupported_by_content_positions(&self) -> Option<&'static str> {
         if self.is_cross() {
@@ -89,6 +106,9 @@ impl<'a> AttentionInput<'a> {
         }
         if self.packed.is_some() {
             return Some("packed sequences");
+        }
+        if self.any_pages().is_some() {
+            return Some("pages");
         }
         if self.positions.is_some() {
             return Some("positions");
@@ -129,6 +149,9 @@ impl<'a> AttentionInput<'a> {
     ) -> Result<Option<NewTokenMask>> {
         let mask = match (self.trees, self.new_token_mask) {
             (None, None) => return Ok(None),
+            _ if self.any_pages().is_some() => {
+                bail!("[{op}] a tree or a mask of the new tokens was given with pages, expected one of the two")
+            }
             (Some(_), Some(_)) => {
                 bail!("[{op}] both a tree and a mask of the new tokens were given, expected one of the two")
             }

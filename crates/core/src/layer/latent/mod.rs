@@ -389,6 +389,9 @@ impl MultiHeadLatentAttention {
             KeysFrom::Cross { .. } | KeysFrom::Memory(_) => {
                 bail!("[{OP}] keys and values were given, expected self-attention")
             }
+            KeysFrom::Pages | KeysFrom::EarlierPages => {
+                bail!("[{OP}] pages were given to latent attention, expected a cache")
+            }
             KeysFrom::EarlierLayer(_) => {
                 bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
             }

@@ -1,0 +1,91 @@
+//! The config of a [`KvPool`](crate::KvPool): its sizes, and the format of keys and values.
+
+use candle_core::{DType, Result, bail};
+
+use super::table::PageTable;
+use crate::cache::{KvSizes, StorageFormat};
+use crate::config::MultiHeadAttentionConfig;
+use candle_attention_modules::base::{FLOATS, number};
+
+pub(super) const OP: &str = "kv_pool";
+
+/// The config of a [`KvPool`](crate::KvPool): the sizes of a layer's keys and values, the pages of a table, and the
+/// format in which they are stored. Every `with_*` method changes one option and returns the config.
+#[derive(Debug, Clone, PartialEq)]
+#[must_use]
+pub struct KvPoolConfig {
+    pub(super) sizes: KvSizes,
+    pub(super) table: u64,
+    pub(super) pages: usize,
+    pub(super) page_size: usize,
+    dtype: DType,
+    q8: bool,
+    pub(super) detached: bool,
+}
+
+impl KvPoolConfig {
+    /// Returns the config of a pool of the pages of a table, for keys and values of `num_kv_heads` heads of `head_dim`
+    /// numbers in F32.
+    pub fn new(num_kv_heads: usize, head_dim: usize, table: &PageTable) -> Self {
+        Self {
+            sizes: KvSizes { h_kv: num_kv_heads, d: head_dim, d_v: head_dim },
+            table: table.id,
+            pages: table.pages(),
+            page_size: table.page_size(),
+            dtype: DType::F32,
+            q8: false,
+            detached: false,
+        }
+    }
+
+    /// Returns the config of a layer's pool.
+    pub fn for_layer(cfg: &MultiHeadAttentionConfig, table: &PageTable) -> Self {
+        Self::new(cfg.num_kv_heads(), cfg.head_dim(), table).with_value_head_dim(cfg.value_head_dim())
+    }
+
+    /// Sets the head dimension of values, which is that of keys by default.
+    pub fn with_value_head_dim(mut self, value_head_dim: usize) -> Self {
+        self.sizes.d_v = value_head_dim;
+        self
+    }
+
+    /// Sets the dtype in which keys and values are stored: F32, BF16, F16 or F64. Attention is computed in it, and its
+    /// output is converted to the dtype of the queries. The default is F32.
+    pub fn with_dtype(mut self, dtype: DType) -> Self {
+        self.dtype = dtype;
+        self
+    }
+
+    /// Sets that keys and values are stored in 8 bits a number and an f32 scale for each row of a head, as
+    /// [`AttentionCacheConfig::with_q8`](crate::AttentionCacheConfig::with_q8) describes. The dtype has no effect then.
+    #[doc(alias("quantize", "int8"))]
+    pub fn with_q8(mut self) -> Self {
+        self.q8 = true;
+        self
+    }
+
+    /// Sets whether gradients end at the pool: queries, keys and values are detached, for generation with a layer whose
+    /// weights are variables. The default is no: a key that is tracked for gradients is an error, since a pool would
+    /// lose its gradient.
+    pub fn with_detached(mut self, detached: bool) -> Self {
+        self.detached = detached;
+        self
+    }
+
+    /// Returns the format in which keys and values are stored.
+    pub(super) fn format(&self) -> StorageFormat {
+        if self.q8 { StorageFormat::Q8 } else { StorageFormat::Floats(self.dtype) }
+    }
+
+    /// Checks that every option is in its range.
+    pub(super) fn validate(&self) -> Result<()> {
+        let KvSizes { h_kv, d, d_v } = self.sizes;
+        number::size(OP, "num_kv_heads", h_kv)?;
+        number::size(OP, "head_dim", d)?;
+        number::size(OP, "value_head_dim", d_v)?;
+        if !self.q8 && !FLOATS.contains(&self.dtype) {
+            bail!("[{OP}] dtype is {:?}, expected F32, F16, BF16 or F64", self.dtype)
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,257 @@
+//! The storage of one layer in pages, and attention to it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::config::{KvPoolConfig, OP};
+use super::step::{PageCopy, PagedTokens, RowRun};
+use crate::cache::{Buffer, KvSizes, StorageFormat};
+use crate::mask::AttentionMask;
+use crate::sdpa::{Attended, Call, PagedSequences, Plan, Qkv, SdpaOptions, attend, plan_of_call};
+use candle_attention_call::{KvScales, RequestedResults};
+use candle_attention_modules::base::{Dim, Expect, check_memory, floats_on, floats_text};
+
+/// The name of the operation in errors of attention to a pool.
+const ATTENTION: &str = "scaled_dot_product_attention_paged";
+
+/// The keys and values of one layer in pages: (pages, page size, H_kv, D) and (pages, page size, H_kv, D_v). A
+/// [`PageTable`](crate::PageTable) for all layers has the pages of each sequence.
+///
+/// All memory is allocated at once. A layer writes to its pool in a call
+/// [`with_pages`](crate::AttentionInput::with_pages); those who have their own projections call
+/// [`write`](Self::write) and [`attend`](Self::attend).
+///
+/// ```
+/// use candle_attention::{AttentionMask, KvPool, KvPoolConfig, PageTable, SdpaOptions};
+/// use candle_core::{DType, Device, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// let mut table = PageTable::new(10, 16)?;
+/// let pool = KvPool::new(&KvPoolConfig::new(2, 64, &table).with_q8(), &Device::Cpu)?;
+/// let sequence = table.add();
+/// let step = table.step(&[sequence.tokens(20)])?;
+/// let heads = |h| Tensor::randn(0f32, 1., (20, h, 64), &Device::Cpu); // (total, H, D)
+/// pool.write(&step, &heads(2)?, &heads(2)?)?;
+/// let ys = pool.attend(&heads(4)?, step.sequences(), &AttentionMask::causal(), &SdpaOptions::default())?;
+/// assert_eq!(ys.dims(), [20, 4, 64]);
+/// step.commit();
+/// # Ok(()) }
+/// ```
+#[derive(Debug)]
+pub struct KvPool {
+    config: KvPoolConfig,
+    keys: Buffer,
+    values: Buffer,
+    /// The number of the last step whose tokens were written.
+    written: AtomicU64,
+}
+
+impl KvPool {
+    /// Returns a pool of zeros.
+    ///
+    /// # Errors
+    /// For a size of 0, for a dtype that cannot be stored on the device, and for a pool that does not fit in memory.
+    pub fn new(config: &KvPoolConfig, device: &Device) -> Result<Self> {
+        config.validate()?;
+        let KvSizes { h_kv, d, d_v } = config.sizes;
+        let zeros = |width: usize, dtype: DType| {
+            let dims = [config.pages, config.page_size, h_kv, width];
+            let bytes = [&dims[..], &[dtype.size_in_bytes()]].concat();
+            check_memory(OP, format_args!("a pool of {dims:?}"), &bytes)?;
+            Tensor::zeros(&dims, dtype, device)
+        };
+        let buffer = |width: usize| match config.format() {
+            StorageFormat::Floats(dtype) if !floats_on(device).contains(&dtype) => {
+                bail!("[{OP}] dtype is {dtype:?}, expected {}", floats_text(device))
+            }
+            StorageFormat::Floats(dtype) => Ok(Buffer { entries: zeros(width, dtype)?, scales: None }),
+            StorageFormat::Q8 => Ok(Buffer { entries: zeros(width, DType::U8)?, scales: Some(zeros(1, DType::F32)?) }),
+        };
+        Ok(Self { config: config.clone(), keys: buffer(d)?, values: buffer(d_v)?, written: AtomicU64::new(0) })
+    }
+
+    /// Returns the config of the pool.
+    pub fn config(&self) -> &KvPoolConfig {
+        &self.config
+    }
+
+    /// Returns the bytes of all pages.
+    pub fn memory(&self) -> usize {
+        let tensors = [&self.keys, &self.values].into_iter().flat_map(Buffer::tensors);
+        tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
+    }
+
+    /// Returns the pools of keys and of values: views, to which later calls write. Of 8 bits, the codes.
+    pub fn keys_and_values(&self) -> (&Tensor, &Tensor) {
+        (&self.keys.entries, &self.values.entries)
+    }
+
+    /// Stores the keys (total, H_kv, D) and values (total, H_kv, D_v) of the tokens of a step, in the pages that the
+    /// step has for them. First it copies the pages that a sequence stops sharing.
+    ///
+    /// # Errors
+    /// For tensors that do not fit the pool or the step, for keys that are tracked for gradients, for a step of another
+    /// table than the pool's, and if the pool did not store the tokens of a step before.
+    pub fn write(&self, step: &PagedTokens, k: &Tensor, v: &Tensor) -> Result<()> {
+        self.check_step(step)?;
+        let KvSizes { h_kv, d, d_v } = self.config.sizes;
+        let total = step.total_tokens();
+        for (name, tensor, width) in [("keys", k, d), ("values", v, d_v)] {
+            let found = Expect::many(OP, name, tensor).sizes(&[total, h_kv, width])?.float("")?;
+            found.same_device("the pool", self.keys.entries.device())?;
+        }
+        if (k.track_op() || v.track_op()) && !self.config.detached {
+            bail!(
+                "[{OP}] keys or values are tracked for gradients, which a pool would lose; expected a layer after \
+                 `freeze()` and an input `xs.detach()`, or a pool made `with_detached(true)`"
+            )
+        }
+        let keys = Buffer::encode(k, self.config.format())?;
+        let values = Buffer::encode(v, self.config.format())?;
+        for (buffer, rows) in [(&self.keys, &keys), (&self.values, &values)] {
+            for (pool, new) in buffer.tensors().zip(rows.tensors()) {
+                copy_pages(pool, step.copies())?;
+                write_rows(pool, new, step.runs())?;
+            }
+        }
+        self.written.store(step.number, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Attends from packed queries (total_q, H, D) to sequences in the pool, as
+    /// [`scaled_dot_product_attention_paged`](crate::scaled_dot_product_attention_paged) does. The kernels of CPUs and
+    /// CUDA read 8 bits directly.
+    ///
+    /// # Errors
+    /// As [`scaled_dot_product_attention_paged`](crate::scaled_dot_product_attention_paged).
+    pub fn attend(
+        &self,
+        q: &Tensor,
+        sequences: &PagedSequences,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<Tensor> {
+        Expect::one(ATTENTION, "q", q).shape(&["total_q", "H", "D"].map(Dim::Any))?;
+        let call = self.call(ATTENTION, q, sequences, mask, options)?;
+        let attended = attend(call, RequestedResults::default())?.into_dtype(q.dtype())?;
+        attended.output.transpose(1, 2)?.squeeze(0)
+    }
+
+    /// Returns the call of packed queries (total_q, H, D).
+    fn call(
+        &self,
+        op: &'static str,
+        q: &Tensor,
+        sequences: &PagedSequences,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<Call> {
+        let own = if self.config.detached { q.detach() } else { q.clone() };
+        let scales = match (&self.keys.scales, &self.values.scales) {
+            (Some(k), Some(v)) => Some(KvScales { k: k.clone(), v: v.clone() }),
+            _ => None,
+        };
+        let converted = match scales {
+            Some(_) => own,
+            None => own.to_dtype(self.keys.entries.dtype())?,
+        };
+        let qkv = Qkv { q: &converted, k: &self.keys.entries, v: &self.values.entries };
+        Call::over_pages(op, qkv, scales.as_ref(), sequences, mask, options)
+    }
+
+    /// Checks that a step is of the table that the pool was made for, and that the pool has stored the tokens of all
+    /// steps before.
+    fn check_step(&self, step: &PagedTokens) -> Result<()> {
+        let KvPoolConfig { table, pages, page_size, .. } = self.config;
+        if (pages, page_size) != (step.pages, step.page_size) {
+            bail!(
+                "[{OP}] the pool has {pages} pages of {page_size} positions, expected the table's {} of {}",
+                step.pages,
+                step.page_size
+            )
+        }
+        if table != step.table {
+            bail!("[{OP}] the step is of another table, expected the one that the pool was made for")
+        }
+        if self.written.load(Ordering::Relaxed) < step.committed {
+            bail!(
+                "[{OP}] the pool has not stored the tokens of an earlier step that was committed, expected a call of \
+                 its layer in every step"
+            )
+        }
+        Ok(())
+    }
+}
+
+/// A pool with the tokens of a step: the keys and values that a call of a layer attends to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PagedKeys<'a> {
+    pub pool: &'a KvPool,
+    pub step: &'a PagedTokens,
+}
+
+impl PagedKeys<'_> {
+    /// Stores the keys (1, H_kv, total, D) and values (1, H_kv, total, D_v) of the tokens.
+    pub fn write(&self, k: &Tensor, v: &Tensor) -> Result<()> {
+        let rows = |heads: &Tensor| heads.squeeze(0)?.transpose(0, 1);
+        self.pool.write(self.step, &rows(k)?, &rows(v)?)
+    }
+
+    /// Checks that an earlier layer has stored keys and values of these sizes for the tokens of the step.
+    pub fn check_written(&self, sizes: KvSizes) -> Result<()> {
+        self.pool.check_step(self.step)?;
+        if self.pool.config.sizes != sizes {
+            let KvSizes { h_kv, d, d_v } = self.pool.config.sizes;
+            bail!(
+                "[{OP}] the earlier layer's keys and values have H_kv = {h_kv}, D = {d} and D_v = {d_v}, expected {}, \
+                 {} and {}",
+                sizes.h_kv,
+                sizes.d,
+                sizes.d_v
+            )
+        }
+        if self.pool.written.load(Ordering::Relaxed) != self.step.number {
+            bail!("[{OP}] the earlier layer has not stored the tokens of the step, expected its call first")
+        }
+        Ok(())
+    }
+
+    /// Attends from queries (1, H, total, D) to (1, H, total, D_v).
+    pub fn attend(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        wanted: RequestedResults,
+    ) -> Result<Attended> {
+        attend(self.call(q, mask, options)?, wanted)?.into_dtype(q.dtype())
+    }
+
+    /// Returns the path of attention for its output.
+    pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
+        plan_of_call(self.call(q, mask, options)?)
+    }
+
+    fn call(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Call> {
+        let rows = q.squeeze(0)?.transpose(0, 1)?;
+        self.pool.call(ATTENTION, &rows, self.step.sequences(), mask, options)
+    }
+}
+
+/// Copies pages within a pool (pages, ..).
+fn copy_pages(pool: &Tensor, copies: &[PageCopy]) -> Result<()> {
+    for &PageCopy { from, to } in copies {
+        let page = pool.narrow(0, from as usize, 1)?.force_contiguous()?;
+        pool.slice_set(&page, 0, to as usize)?;
+    }
+    Ok(())
+}
+
+/// Writes the rows of tokens (total, H_kv, width) to a pool (pages, page size, H_kv, width).
+fn write_rows(pool: &Tensor, tokens: &Tensor, runs: &[RowRun]) -> Result<()> {
+    let rows = pool.flatten(0, 1)?;
+    for &RowRun { token, row, len } in runs {
+        rows.slice_set(&tokens.narrow(0, token, len)?, 0, row)?;
+    }
+    Ok(())
+}
