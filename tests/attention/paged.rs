@@ -31,6 +31,12 @@ struct Stored {
     sequences: PagedSequences,
 }
 
+/// Returns random numbers (rows, heads, width).
+fn random_rows(random: &mut Random, rows: usize, heads: usize, width: usize) -> Result<Tensor> {
+    let data: Vec<f32> = (0..rows * heads * width).map(|_| random.between(-1.0, 1.0) as f32).collect();
+    Tensor::from_vec(data, (rows, heads, width), &CPU)
+}
+
 impl Stored {
     /// Returns sequences in pages of a random order. Every row of a pool that no sequence has is NaN.
     fn new(page_size: usize, dtype: DType, device: &Device) -> Result<Self> {
@@ -42,13 +48,9 @@ impl Stored {
         let lens_q = LENS.map(|[queries, _]| queries);
         let lens_kv = LENS.map(|[_, keys]| keys);
         let packed = PackedSequences::from_lens(&lens_q, &lens_kv)?;
-        let tensor = |random: &mut Random, rows: usize, heads: usize, width: usize| -> Result<Tensor> {
-            let data: Vec<f32> = (0..rows * heads * width).map(|_| random.between(-1.0, 1.0) as f32).collect();
-            Tensor::from_vec(data, (rows, heads, width), &CPU)
-        };
-        let q = tensor(random, packed.total_queries(), H, D)?;
-        let k = tensor(random, packed.total_keys(), H_KV, D)?;
-        let v = tensor(random, packed.total_keys(), H_KV, D_V)?;
+        let q = random_rows(random, packed.total_queries(), H, D)?;
+        let k = random_rows(random, packed.total_keys(), H_KV, D)?;
+        let v = random_rows(random, packed.total_keys(), H_KV, D_V)?;
         let mut pages = Vec::new();
         for keys in lens_kv {
             // More pages than the length needs are not read.
@@ -75,7 +77,7 @@ impl Stored {
             Some(*sum)
         }));
         let sequences = PagedSequences::new(ends, lens_kv.to_vec(), pages)?;
-        let put = |tensor: Tensor| tensor.to_dtype(dtype)?.to_device(device);
+        let put = |numbers: Tensor| numbers.to_dtype(dtype)?.to_device(device);
         Ok(Self { q: put(q)?, k: put(k)?, v: put(v)?, packed, k_pool: put(k_pool)?, v_pool: put(v_pool)?, sequences })
     }
 }

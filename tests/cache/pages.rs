@@ -1,4 +1,4 @@
-//! Sequences in pages: each has the numbers that it has alone in a cache, whatever the others do, and errors change
+//! Sequences in pages: each has the numbers that it has alone in a cache, for any others, and errors change
 //! nothing.
 
 use std::collections::BTreeSet;
@@ -44,7 +44,7 @@ impl Model {
         layer.config().kv_sharing() == KvSharing::EarlierLayer
     }
 
-    /// Returns a pool for each layer, which the layers that share an earlier one's leave empty.
+    /// Returns a pool for each layer, empty for layers that share an earlier one's.
     fn pools(&self, table: &PageTable) -> Result<Vec<KvPool>> {
         let mut pools = Vec::new();
         for layer in &self.layers {
@@ -258,7 +258,7 @@ impl<'a> Schedule<'a> {
         Ok(())
     }
 
-    /// Checks the lengths of the sequences, and that the pages in use are theirs.
+    /// Checks the lengths of the sequences, and that their pages are the pages in use.
     fn check_table(&self) -> Result<()> {
         let mut used: BTreeSet<u32> = BTreeSet::new();
         for own in &self.live {

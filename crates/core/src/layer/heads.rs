@@ -16,7 +16,7 @@ use candle_attention_modules::norm::{AllReduce, Norm, QkNormScope};
 pub(super) struct ProjectedHeads {
     /// (B, H, T_q, D).
     pub q: Tensor,
-    /// The queries that attend to the sink tokens of a cache, if their positions differ from those of `q`.
+    /// The queries that attend to the sink tokens of a cache, if their positions differ from `q`'s.
     pub sink_queries: Option<Tensor>,
     /// The keys and values that the call projects or that a memory has; `None` for an earlier layer's.
     pub kv: Option<KeysAndValues>,

@@ -80,7 +80,7 @@ impl Prefixes {
         self.of_page(page).is_some()
     }
 
-    /// Returns the page of the token ids of one page after those of a prefix.
+    /// Returns the page of the token ids of one page after a prefix.
     fn find_after(&self, ids: &[u32], before: Option<&Arc<Prefix>>) -> Option<u32> {
         let candidates = self.by_hash.get(&hash(ids, before))?;
         candidates.iter().copied().find(|&page| self.of_page(page).is_some_and(|prefix| prefix.is(ids, before)))

@@ -65,7 +65,7 @@ impl PagedTokens {
         positions
     }
 
-    /// Returns the index of the last token of each sequence that brings tokens: the rows whose logits give the next
+    /// Returns the index of the last token of each sequence that brings tokens: the rows with the logits of the next
     /// tokens.
     pub fn last_tokens(&self) -> Vec<u32> {
         let queries = (0..self.sequences.len()).map(|s| self.sequences.queries(s));

@@ -71,7 +71,7 @@ pub struct PageTable {
     pub(super) committed: u64,
 }
 
-/// A place for a sequence, which many have one after the other.
+/// A slot, which several sequences use one after the other.
 #[derive(Debug, Default)]
 pub(super) struct Slot {
     /// The number of sequences that had the slot before.
@@ -403,7 +403,7 @@ impl PageTable {
         SequenceId { table: self.id, slot: index, generation: slot.generation }
     }
 
-    /// Gives pages of a sequence back, from the last page on, so that the first ones, which more sequences begin
+    /// Releases pages of a sequence, from the last page on, so that the first ones, which more sequences begin
     /// with, are found for longer.
     fn release(&mut self, pages: &[u32]) {
         for &page in pages.iter().rev() {
