@@ -22,6 +22,47 @@ fn census_page_lists_every_architecture_as_equal() {
     assert!(!page.contains("## Wrong"));
 }
 
+/// Returns the model types in backquotes in a part of the page.
+fn names_in(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2)
+}
+
+#[test]
+fn refused_model_types_give_the_reason_of_the_census_page() {
+    let page = std::fs::read_to_string(root().join("docs/architectures.md")).expect("a page");
+    let part = |heading: &str| {
+        let (_, after) = page.split_once(&format!("\n## {heading}\n")).expect("a part of the page");
+        after.split("\n## ").next().expect("the part")
+    };
+    let error_of = |name: &str| {
+        let config = serde_json::json!({"model_type": name});
+        hf::attention_config(&config, 0).expect_err("a refused model type").to_string()
+    };
+    let rows = |heading: &str| part(heading).lines().filter(|line| line.starts_with("| ")).skip(2).collect::<Vec<_>>();
+    let mut missing = 0;
+    for line in rows("Refused") {
+        let (reason, names) = line.trim_matches(['|', ' ']).split_once(" | ").expect("two cells");
+        for name in names_in(names).filter(|&name| !hf::architectures().any(|known| known == name)) {
+            let error = error_of(name);
+            assert!(error.contains(&format!("is not supported: it needs {reason}")), "{error}");
+            missing += 1;
+        }
+    }
+    assert!(missing > 50, "{missing} refused model types were found on the page");
+    for name in names_in(part("Without softmax attention")) {
+        assert!(error_of(name).contains("the model has no softmax attention"), "{name}");
+    }
+    for line in rows("Models of several parts") {
+        let name = names_in(line).next().expect("a name");
+        assert!(error_of(name).contains("it combines models of other types"), "{name}");
+    }
+    for line in rows("Not made") {
+        let name = names_in(line).next().expect("a name");
+        let is_known = hf::architectures().any(|known| known == name);
+        assert!(is_known || error_of(name).contains("its attention was not compared"), "{name}");
+    }
+}
+
 /// Compares both backends.
 #[test]
 fn hf_layers_match_transformers() -> Result<()> {

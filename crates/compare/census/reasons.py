@@ -1,12 +1,11 @@
-"""What an attention that this crate refuses has and the crate does not, read off its class in transformers."""
+"""Drafts for the table of what is missing: what an attention has that this crate does not, read off its class in
+transformers."""
 
 import importlib
 import inspect
 import re
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-from special import REASONS
 
 # The first pattern found in the classes of a model's attention names what is missing.
 FEATURES = [
@@ -41,12 +40,10 @@ FEATURES = [
 ]
 # In the source of a whole model.
 AXES = r"mrope_section|mrope_interleaved|apply_multimodal_rotary"
-NO_ROW = "no row: its names or its options differ from every family that has one"
+NO_ROW = "names or options that no supported model has"
 
 
-def reason(model_type, classes):
-    if model_type in REASONS:
-        return REASONS[model_type]
+def draft(model_type, classes):
     try:
         module = importlib.import_module(CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_"))
         source = "".join(inspect.getsource(getattr(module, name)) for name in classes if hasattr(module, name))

@@ -3,6 +3,7 @@
 python crates/compare/census/run.py                    records what is not recorded yet, asks, writes docs/architectures.md
 python crates/compare/census/run.py --only bert vit    these model types, and writes nothing
 python crates/compare/census/run.py --again            records everything anew
+python crates/compare/census/run.py --update bert vit  records these anew, and writes what the page says of them
 python crates/compare/census/run.py --linear           model types with linear attention, and writes its part of the page
 
 It takes PyTorch, transformers (tests/hf/requirements.txt has the versions), torchvision, timm, scipy, pillow and tqdm,
@@ -35,6 +36,7 @@ import linear
 import others
 import record
 import table
+import written
 from tiny import model_classes, options, tiny
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,6 +49,7 @@ CLASSES = 3  # of a model type that are tried
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="MODEL_TYPE", help="these, without writing the table")
+    parser.add_argument("--update", nargs="+", metavar="MODEL_TYPE", help="record these anew, and write their rows")
     parser.add_argument("--again", action="store_true", help="record anew what is recorded")
     parser.add_argument("--linear", action="store_true", help="those with linear attention, and their part of the page")
     arguments = parser.parse_args()
@@ -58,14 +61,14 @@ def main():
     known = table.known()
     version = transformers.__version__
     is_other = version != others.of_the_page()
-    model_types = sorted(arguments.only or (linear.known() if arguments.linear else CONFIG_MAPPING.keys()))
+    model_types = sorted(arguments.only or arguments.update or (linear.known() if arguments.linear else CONFIG_MAPPING.keys()))
     if is_other:
         model_types = [name for name in model_types if name in known]
     bar = tqdm(model_types, unit="model", disable=None)
     for model_type in bar:
         bar.set_description(f"{model_type:28.28}")
         outcome = DATA / model_type / "outcome.json"
-        if arguments.again or not outcome.exists():
+        if arguments.again or arguments.update or not outcome.exists():
             shutil.rmtree(outcome.parent, ignore_errors=True)
             outcome.parent.mkdir(parents=True)
             outcome.write_text(json.dumps({"failed": "the process ended"}))
@@ -85,6 +88,13 @@ def main():
     elif arguments.only:
         for entry in entries:
             print(json.dumps(entry.__dict__, indent=1))
+    elif arguments.update:
+        text = page.read_text()
+        kept = [entry for entry in written.entries(text) if entry.model_type not in model_types]
+        for entry in entries:
+            print(f"{entry.model_type}: {entry.verdict} {entry.why}")
+        entries = sorted([*kept, *entries], key=lambda entry: entry.model_type)
+        page.write_text(written.with_entries(text, entries, version))
     else:
         page.write_text(gguf_files.with_part(others.with_part(linear.with_part(table.page(entries, version), entries))))
         print(json.dumps(collections.Counter(entry.verdict for entry in entries)))

@@ -1,4 +1,4 @@
-"""What single models need beyond the general rules: fields of their configurations, inputs, and words for the table."""
+"""What single models need beyond the general rules: fields of their configurations, and inputs."""
 
 import math
 import sys
@@ -8,7 +8,9 @@ import torch
 
 # What is shared with the tests of hf.
 sys.path.append(str(Path(__file__).resolve().parents[3] / "tests" / "hf"))
+import towers
 from inputs import beside_an_image, in_a_window
+from towers import grid
 from versions import RECURRENT_LAYER, SOFTMAX_LAYER
 
 # Two kinds of layers, and two layers that read keys and values of these.
@@ -113,6 +115,8 @@ CONFIGS = {
     "yolos": {"image_size": [32, 32]},
 }
 
+CONFIGS |= towers.CONFIGS
+
 # Options that have other values than yes and no.
 OPTIONS = dict.fromkeys(
     "diffusion_gemma_text gemma4_text gemma4_unified_text".split(), {"use_bidirectional_attention": "all"}
@@ -178,23 +182,12 @@ def instructed_qformer(config):
     return qformer(config) | {"input_ids": instruction, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
 
 
-def grid(height, width):
-    """Rows and columns of the patches of an image."""
-    return torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")).flatten(1)
-
-
-def merged(height, width):
-    """The same, two by two patches after the other."""
-    return grid(height, width).reshape(2, height // 2, 2, width // 2, 2).transpose(2, 3).flatten(1)
-
-
 def dinov3_positions(config):
     centres = (grid(4, 4) + 0.5) / 4 * 2 - 1
     return torch.cat([torch.zeros(2, 1 + config.num_register_tokens), 2 * math.pi * centres], dim=1)
 
 
 # Positions on axes if the inputs do not have them, (A, T), and the lengths of sequences that are packed in one row.
-TWO_IMAGES = lambda config: torch.cat([merged(4, 4), merged(2, 4)], dim=1)
 MERGED = (
     "cohere_compass_vision glm4v_moe_vision glm4v_vision glm5_next_vision glm_ocr_vision qwen3_5_moe_vision qwen3_5_vision"
     " qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision"
@@ -203,11 +196,11 @@ POSITIONS = {
     "dinov3_vit": dinov3_positions,
     "pixtral": lambda config: grid(4, 4).repeat(1, 2),
     "sam3_vit_model": lambda config: grid(4, 4).flip(0),
-} | dict.fromkeys(MERGED, TWO_IMAGES)
-LENGTHS = {"pixtral": [16, 16]} | dict.fromkeys(MERGED, [16, 8])
+} | dict.fromkeys(MERGED, towers.two_images) | towers.POSITIONS
+LENGTHS = {"pixtral": [16, 16]} | dict.fromkeys(MERGED, towers.LENGTHS) | towers.PACKED
 
 # Functions of the configuration.
-INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | {
+INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | towers.INPUTS | {
     "audioflamingo3_encoder": lambda config: {
         "input_features": torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions),
         "input_features_mask": torch.ones(2, 2 * config.max_source_positions, dtype=torch.long),
@@ -246,36 +239,6 @@ INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | {
         "encoder_hidden_states": torch.randn(2, 9, config.d_model),
     },
 }
-
-# What is missing, where the source of the attention class does not show it.
-REASONS = {}
-for _why, _names in {
-    "rotary positions of an image or a video, on two or three axes": "dinov3_vit eomt_dinov3 gemma4_vision"
-    " llama4_vision_model pixtral sapiens2 vjepa2",
-    "a mask that the model computes": "canine doge eomt git groupvit groupvit_vision_model",
-    "names that no supported model has": "blt_global_transformer clvp_decoder codegen idefics kosmos_2_5_vision_model mllama_vision_model"
-    " molmo2_adapter molmo2_vision ovis2_vision pix2struct_vision_model sam3_lite_text_text_model tvp",
-    "several stacks of layers": "blt_local_decoder blt_local_encoder blt_patcher clvp deepseek_ocr2_encoder evolla lxmert"
-    " mobilevit seamless_m4t seamless_m4t_v2 timesformer xclip xclip_vision_model unlimited_ocr_vision_encoder",
-    "convolutions around or inside of the projections": "convbert emu3_vqgan levit squeezebert swiftformer",
-    "a bias for pairs of tokens": "bros cpmant",
-    "n-grams that are predicted together": "prophetnet",
-    "attention inside of a mixture of experts": "jetmoe",
-    "keys and values from other inputs than the queries": "idefics2_perceiver muse_glimmer_assistant",
-    "norms of queries and keys without weights, after rotary positions": "nanochat",
-    "positions that are added to queries and keys": "sam sam2 sam3 sam3_detr_decoder sam3_detr_encoder sam3_lite_text"
-    " sam3_lite_text_detr_decoder sam3_lite_text_detr_encoder sam3_lite_text_mask_decoder sam3_mask_decoder sam3_tracker"
-    " sam_hq",
-    "relative positions by content": "gemma3n_audio granite_speech_encoder granite_speech_plus_encoder"
-    " nemotron3_5_transcribe_asr_audio nemotron3_diarization_audio phi4_multimodal_audio xlnet",
-    "windows of an image": "florence_vision",
-    "a scale for each dimension of the queries": "timesfm timesfm2_5",
-    "rotary positions of the values": "clvp_encoder",
-    "a projection for each codebook": "moshi_depth",
-    "latent attention of another kind": "longcat_flash",
-    "an approximation of softmax attention": "mra yoso",
-}.items():
-    REASONS |= dict.fromkeys(_names.split(), _why)
 
 # Models whose tensors have the time before the batch.
 TIME_FIRST = {"fsmt"}

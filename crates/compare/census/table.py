@@ -8,8 +8,8 @@ import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reasons import reason
-from special import REASONS
+import refused
+from reasons import draft
 
 TOLERANCE = 1e-5
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,12 +65,12 @@ def verdict(model_type, outcome, answers, is_known):
         if "failed" in outcome:
             entry.verdict, entry.why = "unmade", outcome["failed"]
             if outcome.get("classes"):
-                entry.verdict, entry.why = "unmade_attention", reason(model_type, outcome["classes"])
+                entry.verdict, entry.why = "unmade_attention", why(model_type, outcome["classes"])
         elif cores:
-            entry.why = reason(model_type, [core["class"] for core in cores])
-        elif model_type in REASONS:
+            entry.why = why(model_type, [core["class"] for core in cores])
+        elif model_type in refused.missing():
             # It attends with other modules than linear layers, or approximately.
-            entry.why = REASONS[model_type]
+            entry.why = refused.missing()[model_type]
         else:
             entry.verdict = "parts" if entry.parts else "none"
         return entry
@@ -86,6 +86,11 @@ def verdict(model_type, outcome, answers, is_known):
             entry.verdict = "wrong"
             entry.why += f"; with {outcome['options']}: {answer['kind']} of layer {answer['layer']}: {fault}"
     return entry
+
+
+def why(model_type, classes):
+    """What is missing. A model type that is not in the table yet gets a draft for it."""
+    return refused.missing().get(model_type) or f"(not in the table yet) {draft(model_type, classes)}"
 
 
 def own_cores(outcome, model_type):
@@ -140,9 +145,10 @@ same layers with this crate, by the model's `config.json` and tensor names, and 
 
 - **{equal} of {attending} model types that define softmax attention are equal**, to 1e-5 of the largest number, in
   every layer and on both backends; {wrong} wrong.
-- {refused} are rejected by name, with an error that names what is missing here; {unmade} of these could not be recorded.
+- {refused} are rejected by name, with an error that says what is missing here. {unmade} of these, in italics below, could
+  not be recorded.
 - {parts} more only combine models of other types, and {none} have no softmax attention. {others} could not be made in the
-  census: their attention is unknown, and they are rejected by name too.
+  census: their attention was not compared, and they are rejected by name too{but_linear}.
 
 `hf::load_attention` loads the self-attention of a layer (of the encoder, if a model has an encoder and a decoder).
 `hf::load_decoder_attention` and `hf::load_cross_attention` load the attention of such a model's decoder, and
@@ -175,6 +181,7 @@ def page(entries, version):
         unmade=len(by["unmade_attention"]),
         wrong=f"{len(by['wrong'])} are" if by["wrong"] else "none is",
         others=len(by["unmade"]),
+        but_linear=but_linear(by["unmade"]),
         parts=len(by["parts"]),
         none=len(by["none"]),
         decoders=36,
@@ -188,7 +195,8 @@ def page(entries, version):
     text += "\n## Refused\n\n| what is missing | model types |\n| --- | --- |\n"
     reasons = collections.defaultdict(list)
     for entry in refused:
-        reasons[entry.why].append(f"`{entry.model_type}`")
+        name = f"`{entry.model_type}`"
+        reasons[entry.why].append(f"*{name}*" if entry.verdict == "unmade_attention" else name)
     for why, names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
         text += f"| {cell(why)} | {len(names)}: {', '.join(names)} |\n"
     text += "\n## Models of several parts\n\n| `model_type` | parts |\n| --- | --- |\n"
@@ -208,6 +216,12 @@ def page(entries, version):
     if aliases:
         text += "\nOther spellings in transformers: " + ", ".join(aliases) + ".\n"
     return text
+
+
+def but_linear(unmade):
+    """The end of a sentence on the model types that could not be made: those that have a row for linear attention."""
+    names = sorted({entry.model_type for entry in unmade} & known())
+    return f",\n  except the linear attention of {', '.join(f'`{name}`' for name in names)}" if names else ""
 
 
 def cell(text):

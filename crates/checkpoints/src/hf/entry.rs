@@ -15,6 +15,7 @@ use super::families::{Bias, Family, Heads, Mask, Scale, Sizes, families};
 use super::fields::Fields;
 use super::linear;
 use super::names::{DECODER_LAYERS, HIDDEN};
+use super::refused;
 
 /// The field of the number of key and value heads.
 const KEY_HEADS: &str = "num_key_value_heads";
@@ -52,14 +53,19 @@ impl<'a> Entry<'a> {
         if let Some(family) = known(json) {
             return Ok(Self { json, family: *family });
         }
+        let name = model_type.as_str().unwrap_or_default();
         let parts = object.iter().filter(|(_, part)| known(part).is_some());
-        let parts: Vec<_> = parts.map(|(name, part)| format!("{name} ({})", part["model_type"])).collect();
-        match parts.as_slice() {
-            [] => {
-                let name = model_type.as_str().unwrap_or_default();
+        let parts: Vec<_> = parts.map(|(field, part)| format!("{field} ({})", part["model_type"])).collect();
+        let parts = parts.join(", ");
+        match refused::reason(name) {
+            Some(reason) if parts.is_empty() => bail!("[hf] model_type {model_type} is not supported: {reason}"),
+            Some(reason) => {
+                bail!("[hf] model_type {model_type} is not supported: {reason}; its parts are supported: {parts}")
+            }
+            None if parts.is_empty() => {
                 bail!("[hf] unknown model_type {model_type}, {}", did_you_mean(name, model_types(), || EXPECTED.into()))
             }
-            parts => bail!("[hf] unknown model_type {model_type}, but its parts are known: {}", parts.join(", ")),
+            None => bail!("[hf] unknown model_type {model_type}, but its parts are known: {parts}"),
         }
     }
 

@@ -11,6 +11,8 @@ mod load;
 mod mlx;
 mod names;
 mod positions;
+#[rustfmt::skip]
+mod refused;
 mod rope;
 mod rules;
 #[cfg(test)]
