@@ -33,6 +33,7 @@ mod delta;
 mod gradients;
 mod layers;
 mod padding;
+mod page_tables;
 mod pages;
 mod rotary;
 mod shared;

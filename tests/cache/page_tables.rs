@@ -1,0 +1,264 @@
+//! Tables of pages and pools: which pages are copied, found and freed, and errors that change nothing.
+
+use crate::program::EMBED_DIM;
+use crate::*;
+
+const PAGE: usize = 16;
+
+fn base() -> Config {
+    Config::new(EMBED_DIM, 4).with_num_kv_heads(2).with_head_dim(8).with_causal(true)
+}
+
+/// Returns a pool of a layer for the pages of a table.
+fn pool_of(cfg: &Config, table: &PageTable) -> Result<KvPool> {
+    KvPool::new(&KvPoolConfig::for_layer(cfg, table), &DEVICE)
+}
+
+/// Returns three tokens (3, E).
+fn three_tokens() -> Result<Tensor> {
+    wave(1, 3, EMBED_DIM, 0.0)?.squeeze(0)
+}
+
+/// Returns the numbers of all pages of a pool.
+fn stored(pool: &KvPool) -> Result<Vec<f32>> {
+    let (keys, values) = pool.keys_and_values();
+    Tensor::cat(&[keys.flatten_all()?, values.flatten_all()?], 0)?.to_vec1()
+}
+
+#[test]
+fn fork_of_a_fork_within_a_page_copies_the_page_for_each_writer_but_the_last() -> Result<()> {
+    let mut table = PageTable::new(8, PAGE)?;
+    let first = table.add();
+    table.step(&[first.tokens(20)])?.commit();
+    let second = table.fork(first)?;
+    let third = table.fork(second)?;
+    assert_eq!((table.used_pages(), table.pages_needed(third, 1)?, table.pages_needed(third, 0)?), (2, 1, 0));
+    let step = table.step(&[third.tokens(1)])?;
+    let last = step.sequences().pages(0)[1];
+    assert_eq!(step.copies(), [PageCopy { from: 1, to: last }]);
+    assert_eq!((step.rows(), step.positions(), step.last_tokens()), (vec![last * 16 + 4], vec![20], vec![0]));
+    step.commit();
+    assert_eq!((table.pages_of(first)?, table.pages_of(third)?), (&[0, 1][..], &[0, last][..]));
+    table.step(&[second.tokens(1)])?.commit();
+    let in_place = table.step(&[first.tokens(1)])?;
+    assert_eq!((in_place.copies(), in_place.rows()), (&[][..], vec![20]));
+    in_place.commit();
+    assert_eq!(table.used_pages(), 4);
+    for sequence in [first, third, second] {
+        table.free(sequence)?;
+    }
+    assert_eq!((table.used_pages(), table.free_pages()), (0, 8));
+    Ok(())
+}
+
+#[test]
+fn prefix_that_ends_within_a_page_shares_the_whole_pages_before() -> Result<()> {
+    let mut table = PageTable::new(4, PAGE)?;
+    let ids: Vec<u32> = (0..40).collect();
+    let one = table.add();
+    table.step(&[one.tokens(40)])?.commit();
+    table.share_prefix(one, &ids)?;
+    let tokens = |of: &mut PageTable, own_ids: &[u32]| -> Result<usize> {
+        let found = of.add_with_prefix(own_ids);
+        of.free(found.sequence)?;
+        Ok(found.tokens)
+    };
+    // One token at least is left to compute.
+    for (len, expected) in [(40, 32), (33, 32), (32, 16), (17, 16), (16, 0), (1, 0), (0, 0)] {
+        assert_eq!(tokens(&mut table, &ids[..len])?, expected, "{len} ids");
+    }
+    let mut other = ids.clone();
+    other[20] = 7;
+    assert_eq!(tokens(&mut table, &other)?, 16);
+    let error = error_text(table.share_prefix(one, &other));
+    assert_eq!(error, "[page_table] page 1 of the sequence is found by other ids, expected the ids of its tokens");
+    // Freed pages are found until they are needed.
+    table.free(one)?;
+    assert_eq!((table.free_pages(), table.free_pages_with_prefix(), tokens(&mut table, &ids)?), (4, 2, 32));
+    let two = table.add();
+    table.step(&[two.tokens(40)])?.commit();
+    assert_eq!((table.free_pages_with_prefix(), tokens(&mut table, &ids)?), (1, 16));
+    Ok(())
+}
+
+#[test]
+fn sequence_truncated_within_a_found_page_writes_to_a_copy() -> Result<()> {
+    let mut table = PageTable::new(4, PAGE)?;
+    let one = table.add();
+    table.step(&[one.tokens(32)])?.commit();
+    table.share_prefix(one, &[1; 32])?;
+    table.truncate(one, 20)?;
+    let step = table.step(&[one.tokens(1)])?;
+    assert_eq!(step.copies().len(), 1);
+    step.commit();
+    assert_eq!(table.add_with_prefix(&[1; 33]).tokens, 32);
+    Ok(())
+}
+
+#[test]
+fn errors_of_a_page_table_name_the_cause_and_change_nothing() -> Result<()> {
+    assert_eq!(error_text(PageTable::new(4, 8)), "[page_table] page_size is 8, expected a multiple of 16");
+    assert!(error_text(PageTable::new(0, 16)).starts_with("[page_table] pages is 0, expected"));
+    let mut table = PageTable::new(4, PAGE)?;
+    let one = table.add();
+    let two = table.add();
+    table.step(&[one.tokens(30), two.tokens(5)])?.commit();
+    let stranger = PageTable::new(4, PAGE)?.add();
+    let gone = table.add();
+    table.free(gone)?;
+    let in_the_slot_of_gone = table.add();
+    let freed = "[page_table] the sequence was freed, expected one that the table has";
+    for (sequence, expected) in [(gone, freed), (stranger, "[page_table] the sequence is of another table")] {
+        assert_eq!(error_text(table.step(&[one.tokens(1), sequence.tokens(1)])), expected);
+        assert_eq!(error_text(table.fork(sequence)), expected);
+        assert_eq!(error_text(table.truncate(sequence, 0)), expected);
+        assert_eq!(error_text(table.free(sequence)), expected);
+        assert_eq!(error_text(table.release_before(sequence, 1)), expected);
+        assert_eq!(error_text(table.share_prefix(sequence, &[])), expected);
+        assert_eq!(error_text(table.len(sequence)), expected);
+        assert_eq!(error_text(table.pages_of(sequence)), expected);
+    }
+    let full = "[page_table] the step needs 2 pages, but 1 of 4 are free";
+    assert_eq!(error_text(table.step(&[one.tokens(3), two.tokens(12)])), full);
+    let huge = error_text(table.step(&[one.tokens(usize::MAX - 30)]));
+    assert!(huge.ends_with("pages, but 1 of 4 are free"), "{huge}");
+    let uncountable = error_text(table.step(&[one.tokens(usize::MAX)]));
+    assert!(uncountable.ends_with("more are too many to count"), "{uncountable}");
+    let twice = "[page_table] entry 1 of the step is of a sequence that is listed before, expected each once";
+    assert_eq!(error_text(table.step(&[one.tokens(1), one.tokens(1)])), twice);
+    assert_eq!(
+        error_text(table.truncate(two, 6)),
+        "[page_table] len is 6, expected at most the sequence's 5 positions"
+    );
+    let ids = "[page_table] there are 6 ids, expected at most the 5 tokens of the sequence";
+    assert_eq!(error_text(table.share_prefix(two, &[0; 6])), ids);
+    assert_eq!((table.len(one)?, table.len(two)?, table.len(in_the_slot_of_gone)?), (30, 5, 0));
+    assert_eq!((table.free_pages(), table.num_sequences()), (1, 3));
+    assert_eq!((table.release_before(one, 20)?, table.release_before(one, 20)?, table.free_pages()), (1, 0, 2));
+    let released = "[page_table] len is 9, expected 0 or at least 16: the pages before were released";
+    assert_eq!(error_text(table.truncate(one, 9)), released);
+    table.truncate(one, 0)?;
+    assert_eq!((table.stored(one)?, table.free_pages()), (0..0, 3));
+    Ok(())
+}
+
+#[test]
+fn errors_of_a_pool_name_the_cause_and_leave_its_pages() -> Result<()> {
+    let cfg = base();
+    let own = layer(&cfg)?.freeze()?;
+    let mut table = PageTable::new(4, PAGE)?;
+    let pool = pool_of(&cfg, &table)?;
+    let of_other = pool_of(&cfg, &PageTable::new(4, PAGE)?)?;
+    let larger = pool_of(&cfg, &PageTable::new(5, PAGE)?)?;
+    let of_one_head = KvPool::new(&KvPoolConfig::new(1, 8, &table), &DEVICE)?;
+    let tracked = MultiHeadAttention::new(&cfg, VarBuilder::from_varmap(&VarMap::new(), DType::F32, &DEVICE))?;
+    let xs = three_tokens()?;
+    let sequence = table.add();
+    let step = table.step(&[sequence.tokens(3)])?;
+    let run = |mha: &MultiHeadAttention, to: &KvPool| {
+        error_text(mha.forward_with(AttentionInput::new(&xs).with_pages(to, &step)))
+    };
+    let another = "[kv_pool] the step is of another table, expected the one that the pool was made for";
+    assert_eq!(run(&own, &of_other), another);
+    let geometry = "[kv_pool] the pool has 5 pages of 16 positions, expected the table's 4 of 16";
+    assert_eq!(run(&own, &larger), geometry);
+    let heads = run(&own, &of_one_head);
+    assert!(heads.starts_with("[kv_pool] keys have shape [3, 2, 8], expected"), "{heads}");
+    let gradients = run(&tracked, &pool);
+    assert!(gradients.starts_with("[kv_pool] keys or values are tracked for gradients"), "{gradients}");
+    for untouched in [&pool, &of_other, &larger, &of_one_head] {
+        assert!(stored(untouched)?.iter().all(|number| *number == 0.0));
+    }
+    own.forward_with(AttentionInput::new(&xs).with_pages(&pool, &step))?;
+    assert!(stored(&pool)?.iter().any(|number| *number != 0.0));
+    step.commit();
+    let next = table.step(&[sequence.tokens(3)])?;
+    let late = pool_of(&cfg, next.table())?;
+    let missed = "[kv_pool] the pool has not stored the tokens of an earlier step that was committed, expected a call \
+                  of its layer in every step";
+    assert_eq!(error_text(own.forward_with(AttentionInput::new(&xs).with_pages(&late, &next))), missed);
+    Ok(())
+}
+
+#[test]
+fn detached_pool_takes_keys_of_variables_without_gradients() -> Result<()> {
+    let cfg = base();
+    let tracked = MultiHeadAttention::new(&cfg, VarBuilder::from_varmap(&VarMap::new(), DType::F32, &DEVICE))?;
+    let mut table = PageTable::new(4, PAGE)?;
+    let pool = KvPool::new(&KvPoolConfig::for_layer(&cfg, &table).with_detached(true), &DEVICE)?;
+    let sequence = table.add();
+    let xs = three_tokens()?;
+    let step = table.step(&[sequence.tokens(3)])?;
+    let found = tracked.forward_with(AttentionInput::new(&xs).with_pages(&pool, &step))?;
+    let expected = tracked.freeze()?.forward(&xs)?;
+    assert_close(&found, &expected, 1e-5, "detached");
+    let (keys, values) = pool.keys_and_values();
+    assert!(!keys.track_op() && !values.track_op());
+    Ok(())
+}
+
+#[test]
+fn errors_of_layers_with_pages_name_what_pages_do_not_take() -> Result<()> {
+    let own = layer(&base())?.freeze()?;
+    let mut table = PageTable::new(4, PAGE)?;
+    let pool = pool_of(&base(), &table)?;
+    let xs = three_tokens()?;
+    let two = xs.narrow(0, 0, 2)?;
+    let batch = xs.unsqueeze(0)?;
+    let positions = Tensor::new(&[0u32, 1, 2], &DEVICE)?;
+    let packed = PackedSequences::self_attention(vec![0, 3])?;
+    let tree = TokenTree::new(&[None, Some(0), Some(0)])?;
+    let bias = AttentionMask::none().with_bias(&Tensor::zeros((3, 3), DType::F32, &DEVICE)?);
+    let chunked = AttentionMask::none().with_chunk(4);
+    let upper_left = AttentionMask::causal_upper_left();
+    let lens = [2];
+    let mut cache = AttentionCache::default();
+    let sequence = table.add();
+    let first = table.step(&[sequence.tokens(3)])?;
+    own.forward_with(AttentionInput::new(&xs).with_pages(&pool, &first))?;
+    first.commit();
+    let step = table.step(&[sequence.tokens(3)])?;
+    let later = layer(&base().with_kv_sharing(KvSharing::EarlierLayer))?;
+    let shared = || AttentionInput::new(&xs).with_shared_pages(&pool, &step);
+    let early = "[kv_pool] the earlier layer has not stored the tokens of the step, expected its call first";
+    assert_eq!(error_text(later.forward_with(shared())), early);
+    let input = || AttentionInput::new(&xs).with_pages(&pool, &step);
+    let function =
+        |q: &Tensor, _: &Tensor, _: &Tensor, _: &AttentionMask, _: &SdpaOptions| -> Result<Tensor> { Ok(q.clone()) };
+    let text = |refused: AttentionInput| error_text(own.forward_with(refused));
+    let with_two = AttentionInput::new(&two).with_pages(&pool, &step);
+    let with_batch = AttentionInput::new(&batch).with_pages(&pool, &step);
+    let by_layer = [
+        (text(with_two), "there are 2 queries, expected the step's 3 new tokens"),
+        (text(with_batch), "queries with pages have shape [1, 3, 12], expected (total, E)"),
+        (text(input().with_packed(&packed)), "packed sequences were given with pages, expected one of the two"),
+        (text(input().with_cache(&mut cache)), "both a cache and pages were given, expected one of the two"),
+        (text(input().with_tree(&tree)), "a tree or a mask of the new tokens was given with pages"),
+        (text(input().with_valid_lens(&lens[..])), "valid_lens or starts of an `AttentionInput` were given"),
+        (text(input().with_function(&function)), "an attention function was given with pages"),
+        (text(input().with_mask(&upper_left)), "by the mask, query i attends to keys 0..=i"),
+        (text(input().with_mask(&chunked).with_positions(&positions)), "positions were given with pages and a mask"),
+        (error_text(own.forward_with_weights(input())), "weights (B, H, T_q, T_kv) were requested"),
+    ];
+    for (found, expected) in by_layer {
+        assert!(found.starts_with(&format!("[multi_head_attention] {expected}")), "{found}, expected {expected}");
+    }
+    let biased = text(input().with_mask(&bias));
+    assert!(biased.starts_with("[scaled_dot_product_attention_paged] the mask has a bias tensor"), "{biased}");
+    let buckets = RelativeBiasConfig::new(true).with_num_buckets(8).with_max_distance(9);
+    for (cfg, expected) in [
+        (base().with_bias_kv(true), "appends keys to those of a call"),
+        (base().with_relative_bias(buckets), "has a relative bias"),
+        (base().with_alibi(AlibiConfig::Falcon), "has a bias for each key that follows from its position"),
+    ] {
+        let found = error_text(layer(&cfg)?.forward_with(input()));
+        assert_eq!(found, format!("[multi_head_attention] the layer {expected}, which is not supported with pages"));
+    }
+    let found = text(shared());
+    assert!(found.starts_with("[multi_head_attention] the pages of an earlier layer were given"), "{found}");
+    let latent = latents(LatentConfig::new(EMBED_DIM, 3).with_kv_lora_rank(8), DType::F32, &DEVICE)?;
+    let refused = error_text(latent.run(input()));
+    assert_eq!(refused, "[multi_head_latent_attention] pages were given to latent attention, expected a cache");
+    assert_eq!(own.plan(&input())?.backend, Backend::Fused);
+    Ok(())
+}
