@@ -94,7 +94,9 @@ impl Checkpoint {
     #[track_caller]
     pub fn written(&self, option: &str, args: &[&str]) -> Vec<u8> {
         let out = tempfile::tempdir().expect("a folder");
-        let file = out.path().join("out");
+        // The file of a picture has the extension of its format.
+        let name = if option == "--attention" { "out.png" } else { "out" };
+        let file = out.path().join(name);
         self.printed(&[args, &[option, file.to_str().expect("UTF-8")]].concat());
         std::fs::read(file).expect("the file is written")
     }

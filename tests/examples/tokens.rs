@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 
 use crate::common::{Golden, Run, models, read_json, recorded, root, run, systems, values};
-use crate::process::{SENTENCE, command, printed};
+use crate::process::{SENTENCE, command, copy, printed};
+use candle_attention::text::{SimpleTokenizer, Split};
 
 type Maps = Vec<Vec<Vec<f64>>>;
 
@@ -62,9 +63,16 @@ fn tokenize_attend_maps_match_pytorch_and_transformers() {
         ("sentence_embedding/models/bert", ["man eats", "the sky is blue"]),
     ] {
         for (layer, exact) in attentions[checkpoint].iter().enumerate() {
-            let folder = format!("tests/{checkpoint}");
+            let copied = tempfile::tempdir().expect("a folder");
+            copy(&recorded(checkpoint), copied.path()).expect("the checkpoint");
+            let tokenizer = copied.path().join("tokenizer.json");
+            if !tokenizer.exists() {
+                let words = SimpleTokenizer::from_texts(&texts, Split::Whitespace).expect("words");
+                words.save(tokenizer).expect("the tokenizer is written");
+            }
+            let folder = copied.path().to_str().expect("UTF-8");
             let layer = layer.to_string();
-            assert_maps(&[&texts[..], &["--model", &folder, "--layer", &layer]].concat(), exact);
+            assert_maps(&[&texts[..], &["--model", folder, "--layer", &layer]].concat(), exact);
         }
     }
 }
