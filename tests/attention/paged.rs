@@ -84,7 +84,7 @@ impl Stored {
 
 /// Returns the numbers of a tensor in f64.
 fn values(tensor: &Tensor) -> Result<Vec<f64>> {
-    tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
+    tensor.to_device(&CPU)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
 }
 
 /// A call with a name for failures.
