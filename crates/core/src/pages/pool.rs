@@ -10,7 +10,7 @@ use crate::cache::{Buffer, KvSizes, StorageFormat};
 use crate::mask::AttentionMask;
 use crate::sdpa::{Attended, Call, PagedSequences, Plan, Qkv, SdpaOptions, attend, plan_of_call};
 use candle_attention_call::{KvScales, RequestedResults};
-use candle_attention_modules::base::{Dim, Expect, check_memory, floats_on, floats_text};
+use candle_attention_modules::base::{Expect, check_memory, floats_on, floats_text};
 
 /// The name of the operation in errors of attention to a pool.
 const ATTENTION: &str = "scaled_dot_product_attention_paged";
@@ -131,10 +131,8 @@ impl KvPool {
         mask: &AttentionMask,
         options: &SdpaOptions,
     ) -> Result<Tensor> {
-        Expect::one(ATTENTION, "q", q).shape(&["total_q", "H", "D"].map(Dim::Any))?;
         let call = self.call(ATTENTION, q, sequences, mask, options)?;
-        let attended = attend(call, RequestedResults::default())?.into_dtype(q.dtype())?;
-        attended.output.transpose(1, 2)?.squeeze(0)
+        Ok(attend(call, RequestedResults::default())?.into_dtype(q.dtype())?.without_batch()?.output)
     }
 
     /// Returns the call of packed queries (total_q, H, D).

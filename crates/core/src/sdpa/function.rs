@@ -230,9 +230,7 @@ fn attend_in_packed(
     wanted: RequestedResults,
 ) -> Result<Attended> {
     let call = Call::new(operation(wanted, true), qkv, Some(sequences), mask, options)?;
-    let mut attended = run::run(call, wanted)?;
-    attended.output = attended.output.transpose(1, 2)?;
-    attended.map(|result| without_leading_dims(result, 1))
+    run::run(call, wanted)?.without_batch()
 }
 
 /// Removes the first dimensions of a tensor, which are 1.

@@ -9,12 +9,13 @@ use super::paged::PagedSequences;
 /// Returns a call over packed sequences in place of one over pages, with a copy of their keys and values. Other calls
 /// are returned as they are.
 pub(super) fn with_keys_in_one_piece(mut call: Call) -> Result<Call> {
-    let Some(pages) = call.attention.keys.pages.take() else { return Ok(call) };
+    let Some(sequences) = call.attention.keys.pages.take() else { return Ok(call) };
     let attention = &mut call.attention;
-    attention.k = gathered(&attention.k, &pages)?;
-    attention.v = gathered(&attention.v, &pages)?;
+    let rows = PageRows::new(&sequences, &attention.k)?;
+    attention.k = rows.gather(&attention.k)?;
+    attention.v = rows.gather(&attention.v)?;
     let Some(scales) = &mut attention.kv_scales else { return Ok(call) };
-    *scales = KvScales { k: gathered(&scales.k, &pages)?, v: gathered(&scales.v, &pages)? };
+    *scales = KvScales { k: rows.gather(&scales.k)?, v: rows.gather(&scales.v)? };
     if attention.q.device().is_metal() {
         // Candle's operation reads no codes.
         attention.k = decoded(&attention.k, &scales.k, attention.q.dtype())?;
@@ -24,16 +25,31 @@ pub(super) fn with_keys_in_one_piece(mut call: Call) -> Result<Call> {
     Ok(call)
 }
 
-/// Returns the rows of a pool (pages, H_kv, page size, width) that sequences have, one sequence after the other: (1,
-/// H_kv, total_kv, width).
-fn gathered(pool: &Tensor, sequences: &PagedSequences) -> Result<Tensor> {
-    let (pages, h_kv, page_size, width) = pool.dims4()?;
-    let total = sequences.packed().total_keys();
-    if total == 0 || width == 0 {
-        return Tensor::zeros((1, h_kv, total, width), pool.dtype(), pool.device());
+/// The rows of pools that sequences have, one sequence after the other.
+struct PageRows {
+    count: usize,
+    /// The index of each row in a pool, (total_kv,); `None` without rows, since Metal has no empty buffers.
+    indices: Option<Tensor>,
+}
+
+impl PageRows {
+    /// Returns the rows of sequences in pools like this one, (pages, H_kv, page size, width).
+    fn new(sequences: &PagedSequences, pool: &Tensor) -> Result<Self> {
+        let count = sequences.packed().total_keys();
+        if count == 0 {
+            return Ok(Self { count, indices: None });
+        }
+        let indices: Vec<u32> = sequences.rows(pool.dim(2)?).collect();
+        Ok(Self { count, indices: Some(Tensor::from_vec(indices, count, pool.device())?) })
     }
-    let rows = pool.transpose(1, 2)?.reshape((pages * page_size, h_kv * width))?;
-    let indices: Vec<u32> = sequences.rows(page_size).collect();
-    let indices = Tensor::from_vec(indices, total, pool.device())?;
-    rows.index_select(&indices, 0)?.reshape((1, total, h_kv, width))?.transpose(1, 2)
+
+    /// Returns the rows of a pool (pages, H_kv, page size, width) as (1, H_kv, total_kv, width).
+    fn gather(&self, pool: &Tensor) -> Result<Tensor> {
+        let (pages, h_kv, page_size, width) = pool.dims4()?;
+        let Some(indices) = self.indices.as_ref().filter(|_| width > 0) else {
+            return Tensor::zeros((1, h_kv, self.count, width), pool.dtype(), pool.device());
+        };
+        let rows = pool.transpose(1, 2)?.reshape((pages * page_size, h_kv * width))?;
+        rows.index_select(indices, 0)?.reshape((1, self.count, h_kv, width))?.transpose(1, 2)
+    }
 }

@@ -7,7 +7,6 @@ use super::call::{Call, Qkv};
 use super::options::SdpaOptions;
 use super::paged::PagedSequences;
 use super::plan::Plan;
-use super::results::Attended;
 use super::run;
 use crate::mask::AttentionMask;
 
@@ -53,7 +52,7 @@ pub fn scaled_dot_product_attention_paged(
 ) -> Result<Tensor> {
     const OP: &str = "scaled_dot_product_attention_paged";
     let call = Call::over_pages(OP, Qkv { q, k: k_pool, v: v_pool }, None, sequences, mask, options)?;
-    Ok(packed_results(run::run(call, RequestedResults::default())?)?.output)
+    Ok(run::run(call, RequestedResults::default())?.without_batch()?.output)
 }
 
 /// Computes [`scaled_dot_product_attention_paged`], and returns the log-sum-exp of each query's scores too: (H,
@@ -72,7 +71,7 @@ pub fn scaled_dot_product_attention_paged_with_lse(
     const OP: &str = "scaled_dot_product_attention_paged_with_lse";
     let wanted = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
     let call = Call::over_pages(OP, Qkv { q, k: k_pool, v: v_pool }, None, sequences, mask, options)?;
-    packed_results(run::run(call, wanted)?)?.output_and_log_sum_exp()
+    run::run(call, wanted)?.without_batch()?.output_and_log_sum_exp()
 }
 
 /// Returns the backend that [`scaled_dot_product_attention_paged`] would run for these arguments, and the reason.
@@ -88,10 +87,4 @@ pub fn plan_paged(
     options: &SdpaOptions,
 ) -> Result<Plan> {
     run::plan(Call::over_pages("plan_paged", Qkv { q, k: k_pool, v: v_pool }, None, sequences, mask, options)?)
-}
-
-/// Returns an output (total_q, H, D_v) and other results without B.
-fn packed_results(mut attended: Attended) -> Result<Attended> {
-    attended.output = attended.output.transpose(1, 2)?;
-    attended.map(|result| result.squeeze(0))
 }

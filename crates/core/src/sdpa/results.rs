@@ -45,6 +45,12 @@ impl Attended {
         })
     }
 
+    /// Returns the results of packed sequences without B: the output as (total_q, H, D_v), the others as (H, ..).
+    pub fn without_batch(mut self) -> Result<Self> {
+        self.output = self.output.transpose(1, 2)?;
+        self.map(|result| result.squeeze(0))
+    }
+
     /// Converts the output and the weights to the dtype of the queries.
     pub fn into_dtype(mut self, dtype: DType) -> Result<Self> {
         self.output = self.output.to_dtype(dtype)?;
