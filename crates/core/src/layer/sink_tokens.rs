@@ -8,10 +8,15 @@ use crate::position::Positions;
 use candle_attention_modules::norm::QkNormKind;
 
 impl AttentionInput<'_> {
+    /// Returns the window of the call's cache, if the cache keeps sink tokens.
+    pub(super) fn sink_window(&self) -> Option<usize> {
+        self.any_cache()?.config().sink_window()
+    }
+
     /// Returns the positions of the queries in a cache that keeps sink tokens, at most the last one of its window;
     /// `None` if they are the positions in the sequences. `positions` are the latter.
     pub(super) fn positions_in_cache(&self, positions: &Positions) -> Result<Option<Positions>> {
-        let Some(window) = self.any_cache().and_then(|cache| cache.config().sink_window()) else { return Ok(None) };
+        let Some(window) = self.sink_window() else { return Ok(None) };
         if positions.length <= window {
             return Ok(None);
         }
@@ -40,7 +45,7 @@ impl AttentionInput<'_> {
 impl MultiHeadAttention {
     /// Checks that the layer and the call fit a cache that keeps sink tokens, if the call has one.
     pub(super) fn check_sink_tokens(&self, input: &AttentionInput) -> Result<()> {
-        let Some(window) = input.any_cache().and_then(|cache| cache.config().sink_window()) else { return Ok(()) };
+        let Some(window) = input.sink_window() else { return Ok(()) };
         if let Some(unsupported) = self.unsupported_with_sink_tokens(window) {
             bail!(
                 "[{OP}] the cache keeps sink tokens in a window of {window}, and the layer has {unsupported}; expected \

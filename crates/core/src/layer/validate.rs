@@ -182,8 +182,7 @@ impl MultiHeadAttention {
         let most_keys = input.packed_queries().map_or(t_kv, PackedSequences::most_keys);
         let longest = tokens.longest().max(most_queries).max(most_keys);
         // Positions count in a cache that keeps sink tokens.
-        let window = input.any_cache().and_then(|cache| cache.config().sink_window());
-        self.check_context(window.map_or(longest, |window| longest.min(window)))?;
+        self.check_context(input.sink_window().map_or(longest, |window| longest.min(window)))?;
         let mut positions = self.checked_positions(input, &tokens, t_kv)?;
         let counts_positions =
             cfg.attention_temperature().is_some() || cfg.rope().is_some_and(|rope| rope.scaling().depends_on_length());

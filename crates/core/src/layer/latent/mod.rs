@@ -396,9 +396,7 @@ impl MultiHeadLatentAttention {
                 bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
             }
         }
-        if let Some(cache) = input.any_cache()
-            && cache.config().sink_window().is_some()
-        {
+        if input.sink_window().is_some() {
             bail!(
                 "[{OP}] the cache keeps sink tokens, which latent attention does not support; expected a cache without"
             )
