@@ -71,7 +71,8 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<()> {
     if args.plot.is_some() && cfg!(not(feature = "plot")) {
         bail!(
-            "[tokenize_attend] --plot needs pictures: run again with `cargo run --features plot --example tokenize_attend ..`"
+            "[tokenize_attend] --plot needs pictures: run again with `cargo run --features plot --example \
+             tokenize_attend ..`"
         )
     }
     common::make_folders(&[args.plot.as_ref(), args.model.page.as_ref()])?;

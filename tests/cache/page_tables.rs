@@ -198,7 +198,7 @@ fn detached_pool_takes_keys_of_variables_without_gradients() -> Result<()> {
 }
 
 #[test]
-fn errors_of_layers_with_pages_name_what_pages_do_not_take() -> Result<()> {
+fn pages_with_unsupported_inputs_or_layers_are_errors() -> Result<()> {
     let own = layer(&base())?.freeze()?;
     let mut table = PageTable::new(4, PAGE)?;
     let pool = pool_of(&base(), &table)?;

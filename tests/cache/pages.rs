@@ -1,5 +1,4 @@
-//! Sequences in pages: each has the numbers that it has alone in a cache, for any others, and errors change
-//! nothing.
+//! Sequences in pages: each has the numbers that it has alone in a cache, and errors change nothing.
 
 use std::collections::BTreeSet;
 

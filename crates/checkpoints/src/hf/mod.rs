@@ -11,7 +11,6 @@ mod load;
 mod mlx;
 mod names;
 mod positions;
-#[rustfmt::skip]
 mod refused;
 mod rope;
 mod rules;

@@ -1,5 +1,4 @@
-//! The rows of a cache's buffers that store the positions of a sequence: its sink tokens first, then
-//! its last positions.
+//! The rows of a cache's buffers that store the positions of a sequence: first its sink tokens, then its last ones.
 
 use std::ops::Range;
 

@@ -14,8 +14,8 @@ use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::accumulation_dtype;
 
 impl CachedCall<'_> {
-    /// Sets the queries (B, H, T_q, D) that attend to the sink tokens past the window, if they are other ones than
-    /// the positions of the call.
+    /// Sets the queries (B, H, T_q, D) that attend to the sink tokens past the window, if they differ from the queries
+    /// of the call.
     pub(crate) fn attend_to_sinks_from(&mut self, queries: Option<Tensor>) {
         if let Some(sink_window) = &mut self.sink_window {
             sink_window.queries = queries;

@@ -28,9 +28,9 @@ pub struct PagedTokens {
 /// A page to copy in every pool before the tokens of a step are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
-    /// The page that is read.
+    /// The index of the page that is read.
     pub from: u32,
-    /// The page that is written.
+    /// The index of the page that is written.
     pub to: u32,
 }
 
@@ -100,8 +100,8 @@ impl PagedTokens {
 }
 
 /// A step of a [`PageTable`]: pages are taken for new [tokens](PagedTokens), which every layer stores. The sequences
-/// grow when it is [committed](Self::commit). If it is dropped, because a layer failed, the pages are free again, and no
-/// sequence has changed.
+/// grow when it is [committed](Self::commit). If it is dropped, because a layer failed, the pages are free again, and
+/// no sequence has changed.
 #[derive(Debug)]
 #[must_use]
 pub struct PagedStep<'t> {
@@ -133,8 +133,8 @@ impl Deref for PagedStep<'_> {
 
 impl PageTable {
     /// Begins a step, a pass through the model with new tokens of some sequences: takes pages for them. The caller
-    /// calls every layer with the step, and then [commits](PagedStep::commit) it. A step that is dropped without that changes
-    /// no sequence.
+    /// calls every layer with the step, and then [commits](PagedStep::commit) it. A step that is dropped without that
+    /// changes no sequence.
     ///
     /// The packed tokens of the step are the tokens of the first entry, then the tokens of the second, and so on.
     ///

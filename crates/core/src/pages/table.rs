@@ -29,7 +29,8 @@ static NEXT_TABLE: AtomicU64 = AtomicU64::new(1);
 /// A function that returns an error does not change the table.
 ///
 /// ```
-/// use candle_attention::{AttentionInput, KvPool, KvPoolConfig, MultiHeadAttention, MultiHeadAttentionConfig, PageTable};
+/// use candle_attention::{AttentionInput, KvPool, KvPoolConfig, PageTable};
+/// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig};
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::VarBuilder;
 /// # fn main() -> candle_core::Result<()> {
@@ -182,8 +183,8 @@ impl PageTable {
     }
 
     /// Adds a sequence that will have the token ids `ids`, and that begins with the pages of the longest known prefix
-    /// of them ([`share_prefix`](Self::share_prefix)). Its length is the number of tokens in these pages; the others are
-    /// still to be computed, at least one of them, since a model needs it for the next token.
+    /// of them ([`share_prefix`](Self::share_prefix)). Its length is the number of tokens in these pages. The others
+    /// are still to be computed, at least one of them, since a model needs it for the next token.
     ///
     /// Only whole pages are found: by a hash of all ids from the first one on, and then by comparing these ids. The
     /// pages of a freed sequence are found until they are needed for other tokens.

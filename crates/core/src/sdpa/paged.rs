@@ -147,7 +147,8 @@ impl PagedSequences {
             let own = self.pages(s);
             if own.len() < needed {
                 bail!(
-                    "[{op}] sequence {s} has {} pages, expected {needed} for its {len} positions in pages of {page_size}",
+                    "[{op}] sequence {s} has {} pages, expected {needed} for its {len} positions in pages of \
+                     {page_size}",
                     own.len()
                 )
             }

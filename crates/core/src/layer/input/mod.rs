@@ -220,8 +220,8 @@ impl<'a> AttentionInput<'a> {
     /// sequences may bring a chunk of a prompt, others one token. The output is (total, out_dim).
     ///
     /// Each sequence has the numbers that it has alone in a cache. Positions continue from its length unless
-    /// [`with_positions`](Self::with_positions) sets them as (total,). The mask applies to each sequence by itself, with
-    /// T_kv its length with the new tokens. [`PageTable`](crate::PageTable) has an example.
+    /// [`with_positions`](Self::with_positions) sets them as (total,). The mask applies to each sequence by itself,
+    /// with T_kv its length with the new tokens. [`PageTable`](crate::PageTable) has an example.
     ///
     /// Not supported with pages: returned weights, boolean mask and bias tensors, trees, padding, layers with relative
     /// biases, content-based relative positions, Falcon's ALiBi or appended keys, and positions for a mask that has

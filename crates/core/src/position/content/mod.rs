@@ -81,9 +81,9 @@ pub enum ContentPositions {
     /// [`Windows`](crate::Windows) makes a batch of the windows of an image, and the mask of shifted windows. The bias
     /// (1, H, T, T) is computed once, unless a parameter is tracked for gradients.
     Window {
-        /// Rows of tokens.
+        /// The number of rows of tokens.
         height: usize,
-        /// Columns of tokens.
+        /// The number of columns of tokens.
         width: usize,
     },
     /// The cosine attention of Swin v2 (<https://arxiv.org/abs/2111.09883>): the score is the cosine of query and key,
@@ -91,9 +91,9 @@ pub enum ContentPositions {
     /// where x has the signed logarithms of its distances down and across. Parameters `logit_scale` (H, 1, 1), and
     /// `continuous_position_bias_mlp.0.weight` (512, 2), `.0.bias` (512) and `.2.weight` (H, 512).
     CosineWindow {
-        /// Rows of tokens.
+        /// The number of rows of tokens.
         height: usize,
-        /// Columns of tokens.
+        /// The number of columns of tokens.
         width: usize,
         /// Rows and columns of the windows of the training, if they had another size; at least 2 each.
         trained: Option<[usize; 2]>,
