@@ -4,10 +4,9 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use candle_attention::QuantizationFormat;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Parser};
 
-use crate::common::ModelArgs;
+use crate::common::{ModelArgs, quantization};
 
 /// Generates text with a decoder: Llama, Gemma, DeepSeek, GPT-OSS, Qwen3.5, Falcon and others.
 ///
@@ -83,17 +82,6 @@ pub struct Ids(pub Vec<u32>);
 fn ids(text: &str) -> Result<Ids, String> {
     let id = |id: &str| id.trim().parse().map_err(|_| format!("{id:?} is no token id"));
     text.split(',').map(id).collect::<Result<_, _>>().map(Ids)
-}
-
-/// Returns the parser of a format of quantised weights.
-fn quantization() -> impl TypedValueParser<Value = QuantizationFormat> {
-    PossibleValuesParser::new(["int8", "int4-32", "int4-64", "int4-128", "nf4"]).map(|name| match name.as_str() {
-        "int8" => QuantizationFormat::Int8,
-        "int4-32" => QuantizationFormat::Int4 { group: 32 },
-        "int4-64" => QuantizationFormat::Int4 { group: 64 },
-        "int4-128" => QuantizationFormat::Int4 { group: 128 },
-        _ => QuantizationFormat::Nf4, // the one other name
-    })
 }
 
 fn temperature(text: &str) -> Result<f64, String> {

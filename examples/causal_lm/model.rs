@@ -129,7 +129,7 @@ impl CausalLm {
             positions,
             // The first two rows of OPT's positions are padding.
             first_position: if inner.first(&["embed_positions"]).is_some() { 2 } else { 0 },
-            embedding_scale: embedding_scale(&family, json, width, dtype)?,
+            embedding_scale: family.embedding_scale(json, width, dtype)?,
             blocks,
             norm: loader.norm_at(&inner, inner.named(LAST_NORMS)?)?,
             head,
@@ -258,15 +258,6 @@ fn embedding_and_head(
     }
     let head = weights.pp(weights.named(HEADS)?).linear(OUTPUTS)?;
     Ok((table.linear(OUTPUTS)?, head))
-}
-
-/// Returns the factor on embeddings.
-fn embedding_scale(family: &Family, json: &Value, width: usize, dtype: DType) -> Result<f64> {
-    if !family.scales_embedding {
-        return Ok(json["embedding_multiplier"].as_f64().unwrap_or(1.0));
-    }
-    // In the dtype of the embeddings, as Gemma rounds it.
-    Tensor::new((width as f64).sqrt(), &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F64)?.to_scalar()
 }
 
 /// Returns the factor on logits.

@@ -10,6 +10,7 @@ use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
+use candle_attention::QuantizationFormat;
 use candle_attention::weights::Checkpoint;
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_nn::VarBuilder;
@@ -59,7 +60,8 @@ impl ModelArgs {
             // The command line of a program that needs a model does not allow this.
             (None, None) => bail!("[{EXAMPLE}] expected --model or --model-id"),
         };
-        if !folder.join("config.json").is_file() {
+        // A checkpoint of sentence-transformers may have the model in another folder below it.
+        if !["config.json", "modules.json"].iter().any(|name| folder.join(name).is_file()) {
             bail!("[{EXAMPLE}] {}: no config.json there", folder.display())
         }
         Ok(folder)
@@ -67,11 +69,30 @@ impl ModelArgs {
 
     /// Opens the checkpoint in [`folder`](Self::folder).
     pub fn open(&self, files: &[&str]) -> Result<Files> {
-        let folder = self.folder(files)?;
-        let config = read_json(&folder.join("config.json"))?;
-        let vb = Checkpoint::open(&folder)?.var_builder(self.dtype, &self.device.open(0)?)?;
-        Ok(Files { folder, config, vb })
+        self.open_folder(&self.folder(files)?, None)
     }
+
+    /// Opens the checkpoint in a folder, with weights quantised as they are read on request.
+    pub fn open_folder(&self, folder: &Path, quantize: Option<QuantizationFormat>) -> Result<Files> {
+        let config = read_json(&folder.join("config.json"))?;
+        let mut checkpoint = Checkpoint::open(folder)?;
+        if let Some(format) = quantize {
+            checkpoint = checkpoint.with_quantization(format)?;
+        }
+        let vb = checkpoint.var_builder(self.dtype, &self.device.open(0)?)?;
+        Ok(Files { folder: folder.to_path_buf(), config, vb })
+    }
+}
+
+/// Returns the parser of a format of quantised weights.
+pub fn quantization() -> impl TypedValueParser<Value = QuantizationFormat> {
+    PossibleValuesParser::new(["int8", "int4-32", "int4-64", "int4-128", "nf4"]).map(|name| match name.as_str() {
+        "int8" => QuantizationFormat::Int8,
+        "int4-32" => QuantizationFormat::Int4 { group: 32 },
+        "int4-64" => QuantizationFormat::Int4 { group: 64 },
+        "int4-128" => QuantizationFormat::Int4 { group: 128 },
+        _ => QuantizationFormat::Nf4, // the one other name
+    })
 }
 
 /// A checkpoint.

@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use candle_attention::text::{Encoding, SimpleTokenizer};
 use candle_core::{Result, bail};
@@ -82,6 +83,14 @@ pub fn write_page(
         page.attend("", |wanted| attention.forward_with_statistics(input, wanted))
     })?;
     page.write(path)
+}
+
+/// Returns a line about the speed of a run over texts of these numbers of tokens.
+pub fn rate(lens: &[usize], time: Duration) -> String {
+    let seconds = time.as_secs_f64().max(1e-9);
+    let tokens: usize = lens.iter().sum();
+    let [texts, tokens_rate] = [lens.len(), tokens].map(|count| count as f64 / seconds);
+    format!("{} texts, {tokens} tokens, {seconds:.3} s: {texts:.1} texts/s, {tokens_rate:.1} tokens/s", lens.len())
 }
 
 /// Returns the beginning of a text, with control characters escaped.

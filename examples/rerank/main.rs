@@ -15,6 +15,7 @@ mod model;
 mod texts;
 
 use std::process::ExitCode;
+use std::time::Instant;
 
 use candle_core::{DType, Module, Result, Tensor, bail};
 use candle_nn::{Sequential, VarBuilder, linear, seq};
@@ -22,7 +23,7 @@ use clap::Parser;
 
 use common::{EXAMPLE, Files, ModelArgs, with_bar};
 use model::Encoder;
-use texts::{TOKENIZER, TextArgs, max_tokens, shown, tokenizer, write_page};
+use texts::{TOKENIZER, TextArgs, max_tokens, rate, shown, tokenizer, write_page};
 
 /// Orders passages by how well they answer a question, with the scores of a cross-encoder.
 #[derive(Debug, Parser)]
@@ -58,6 +59,8 @@ fn run(args: &Args) -> Result<String> {
     let tokenizer = tokenizer(&folder, most)?;
     let mut scores = Vec::with_capacity(passages.len());
     let mut num_cut = 0;
+    let mut lens = Vec::with_capacity(passages.len());
+    let start = Instant::now();
     with_bar("reading", "passages", |done| {
         for batch in passages.chunks(args.passages.batch.get()) {
             let pairs = batch.iter().map(|passage| tokenizer.encode_pair(&args.question, passage));
@@ -69,11 +72,13 @@ fn run(args: &Args) -> Result<String> {
             let starts = Tensor::from_iter(starts, hidden.device())?;
             let own = head.forward(&hidden.index_select(&starts, 0)?)?.squeeze(1)?;
             scores.extend(own.to_dtype(DType::F32)?.to_vec1::<f32>()?);
+            lens.extend(ids.iter().map(|ids| ids.len()));
             num_cut += pairs.iter().filter(|pair| pair.num_truncated > 0).count();
             done(scores.len(), passages.len());
         }
         Ok(())
     })?;
+    eprintln!("{}", rate(&lens, start.elapsed()));
 
     let mut order: Vec<usize> = (0..passages.len()).collect();
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));

@@ -1,6 +1,6 @@
-//! Computes the embeddings of sentences with an encoder of BERT's family (bert, distilbert, modernbert, mpnet,
-//! nomic_bert, roberta, xlm-roberta; for example MiniLM, E5 and BGE) on this crate's attention layer. `model.rs` is the
-//! model.
+//! Computes the embeddings of sentences with a checkpoint of sentence-transformers on this crate's attention layer: an
+//! encoder of BERT's family (MiniLM, E5, BGE, Nomic, ModernBERT) or a decoder (Qwen3-Embedding, EmbeddingGemma),
+//! and the modules after it. `model.rs` is the model.
 //!
 //! ```sh
 //! cargo run --release --example sentence_embedding -- --model path/to/all-MiniLM-L6-v2 \
@@ -10,6 +10,8 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod embed;
+#[path = "../common/embedding/mod.rs"]
+mod embedding;
 mod model;
 #[path = "../common/texts.rs"]
 mod texts;
@@ -17,22 +19,29 @@ mod texts;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Instant;
 
+use candle_attention::QuantizationFormat;
 use candle_core::{Result, Tensor, bail};
 use clap::Parser;
 
-use common::{EXAMPLE, Files, ModelArgs, cannot, with_bar};
-use embed::{Embedder, Embeddings, FILES, Pooling, Recipe};
+use common::{EXAMPLE, ModelArgs, cannot, quantization, with_bar};
+use embed::{Embedder, Embeddings};
+use embedding::layers::normalized;
+use embedding::modules;
+use embedding::pipeline::Pipeline;
+use embedding::prompts::{CheckpointSettings, PROMPTS, Similarity};
+use embedding::transformer::{SETTINGS, TransformerSettings};
 use model::Encoder;
-use texts::{TextArgs, shown, tokenizer, write_page};
+use texts::{TOKENIZER, TextArgs, max_tokens, rate, shown, tokenizer, write_page};
 
 /// The most sentences for a table of all pairs that fits a screen; more sentences make a list of the nearest ones.
 const TABLE: usize = 12;
 
-/// Computes the embeddings of sentences with an encoder of BERT's family, and shows how similar they are.
+/// Computes the embeddings of sentences with an encoder or a decoder, and shows how similar they are.
 ///
-/// Pooling, normalisation and the longest input follow the checkpoint's sentence-transformers files (modules.json and
-/// the files that it names). Without these files, the embedding is the normalised mean over tokens.
+/// Pooling, the layers after it, prompts and the longest input follow the checkpoint's sentence-transformers files
+/// (modules.json and the files that it names). Without these files, the embedding is the normalised mean over tokens.
 #[derive(Debug, Parser)]
 #[command(name = "sentence_embedding")]
 struct Args {
@@ -41,6 +50,31 @@ struct Args {
 
     #[command(flatten)]
     model: ModelArgs,
+
+    /// The checkpoint's prompt of this name, put before every sentence [default: the checkpoint's default]
+    #[arg(long, value_name = "NAME")]
+    prompt_name: Option<String>,
+
+    /// A text before every sentence, instead of one of the checkpoint's prompts
+    #[arg(long, value_name = "TEXT", conflicts_with = "prompt_name")]
+    prompt: Option<String>,
+
+    /// The task of the vectors, for checkpoints that have parts for some tasks: a route of a router, or a length
+    #[arg(long, value_name = "NAME")]
+    task: Option<String>,
+
+    /// The number of dimensions after which embeddings are cut, for models that were trained for it [default: the
+    /// checkpoint's]
+    #[arg(long, value_name = "N")]
+    dimensions: Option<usize>,
+
+    /// Normalises the embeddings to length 1 after they are cut
+    #[arg(long)]
+    normalize: bool,
+
+    /// Quantises the weights of linear layers as they are read
+    #[arg(long, value_name = "FORMAT", value_parser = quantization())]
+    quantize: Option<QuantizationFormat>,
 
     /// Writes the embeddings (N, E) in f32 as safetensors, in the order of the sentences, which are in the metadata as
     /// a JSON list
@@ -54,47 +88,104 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<String> {
     let sentences = args.sentences.read()?;
-    let Files { folder, config, vb } = args.model.open(&FILES)?;
-    let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb, loaded))?;
-    let recipe = Recipe::read(&folder, model.max_tokens)?;
-    let tokenizer = tokenizer(&folder, recipe.max_tokens)?;
+    let folder = folder(args)?;
+    let task = args.task.as_deref();
+    let settings = CheckpointSettings::read(&folder)?;
+    let given = args.prompt.as_ref().map(|prompt| Ok(Some(prompt.clone())));
+    let prompt = given.unwrap_or_else(|| settings.prompt(args.prompt_name.as_deref()))?;
+    let pipeline = Pipeline::read(&folder, task, &args.model.device.open(0)?)?;
+    let own = folder.join(&pipeline.model);
+    let files = args.model.open_folder(&own, args.quantize)?;
+    check_task(task, &folder, &pipeline.settings)?;
+    let config = files.config;
+    let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, files.vb, loaded))?;
+    let most = match task_tokens(task, &pipeline.settings) {
+        None => max_tokens(&own, model.max_tokens)?,
+        most => most,
+    };
+    let tokenizer = tokenizer(&own, most)?;
     let batch = args.sentences.batch.get();
-    let embedder = Embedder { model: &model, tokenizer: &tokenizer, recipe: &recipe, batch };
+    let embedder =
+        Embedder { model: &model, tokenizer: &tokenizer, pipeline: &pipeline, prompt: prompt.as_deref(), batch };
+    let start = Instant::now();
     let Embeddings { vectors, lens, cut } =
         with_bar("embedding", "sentences", |done| embedder.embed(&sentences, done))?;
+    eprintln!("{}", rate(&lens, start.elapsed()));
+    let vectors = finished(vectors, args.dimensions.or(settings.dimensions), args.normalize)?;
     if let Some(path) = &args.out {
         write_vectors(&vectors, &sentences, path)?;
     }
     if let Some(path) = &args.model.page {
-        write_page(&model, &tokenizer, &sentences[0], &recipe.encode(&tokenizer, &sentences[0])?, path)?;
+        write_page(&model, &tokenizer, &sentences[0], &embedder.encode(&sentences[0])?, path)?;
     }
 
     let layers = model.blocks.len();
     let width = model.blocks.width;
-    let pooling = match recipe.steps.pooling {
-        Pooling::Mean => "mean over tokens",
-        Pooling::Cls => "first token",
-    };
-    let normalized = if recipe.steps.normalize { ", normalised" } else { "" };
     let shortest = lens.iter().min().unwrap_or(&0);
     let longest = lens.iter().max().unwrap_or(&0);
-    let most = recipe.max_tokens.map_or(String::new(), |most| format!(", {cut} cut at {most}"));
-    let prompt = match recipe.prompt.as_deref() {
+    let most = most.map_or(String::new(), |most| format!(", {cut} cut at {most}"));
+    let includes_prompt = pipeline.pooling().is_none_or(|pooling| pooling.includes_prompt);
+    let after = match prompt.as_deref() {
         None | Some("") => String::new(),
-        Some(prompt) if recipe.steps.includes_prompt => format!(", each after {prompt:?}"),
+        Some(prompt) if includes_prompt => format!(", each after {prompt:?}"),
         Some(prompt) => format!(", each after {prompt:?}, which is not pooled"),
     };
     let model_type = config["model_type"].as_str().unwrap_or_default();
     Ok(format!(
         "model       {model_type}, {layers} layers of width {width}\n\
-         pooling     {pooling}{normalized} ({})\n\
-         sentences   {} of {shortest} to {longest} tokens{most}{prompt}\n\
+         pooling     {} ({})\n\
+         sentences   {} of {shortest} to {longest} tokens{most}{after}\n\
          embeddings  {:?} f32\n\n{}",
-        recipe.steps.source,
+        pipeline.shown(),
+        pipeline.source,
         sentences.len(),
         vectors.dims2()?,
-        similarity(&vectors, &sentences)?
+        similarity(settings.similarity, &vectors, &sentences)?
     ))
+}
+
+/// Returns the folder of the checkpoint, after the files of all modules are fetched if it is on the hub.
+fn folder(args: &Args) -> Result<PathBuf> {
+    let files = [&[modules::MODULES, PROMPTS, TOKENIZER][..], &SETTINGS].concat();
+    let folder = args.model.folder(&files)?;
+    if args.model.model_id.is_some() {
+        // The file of a router names the folders of its modules.
+        for _ in 0..2 {
+            let more = modules::files(&folder, args.task.as_deref())?;
+            args.model.folder(&more.iter().map(String::as_str).collect::<Vec<_>>())?;
+        }
+    }
+    Ok(folder)
+}
+
+/// Returns the most tokens of a text with this task, if the settings have a number.
+fn task_tokens(task: Option<&str>, settings: &TransformerSettings) -> Option<usize> {
+    let own = match task {
+        Some("query") => settings.query_tokens,
+        Some("document") => settings.document_tokens,
+        _ => None,
+    };
+    own.or(settings.max_tokens)
+}
+
+/// Checks that the checkpoint has a use for the task, if one is given.
+fn check_task(task: Option<&str>, folder: &Path, settings: &TransformerSettings) -> Result<()> {
+    let has_lengths = settings.query_tokens.is_some() || settings.document_tokens.is_some();
+    if task.is_none() || has_lengths || modules::has_router(folder)? {
+        return Ok(());
+    }
+    bail!("[{EXAMPLE}] the checkpoint has no parts for tasks, expected no --task; --prompt-name chooses a prompt")
+}
+
+/// Cuts vectors (N, E) after a number of dimensions, and normalises them on request.
+fn finished(vectors: Tensor, dimensions: Option<usize>, normalizes: bool) -> Result<Tensor> {
+    let (_, width) = vectors.dims2()?;
+    let cut = match dimensions {
+        None => vectors,
+        Some(dimensions) if (1..=width).contains(&dimensions) => vectors.narrow(1, 0, dimensions)?.contiguous()?,
+        Some(dimensions) => bail!("[{EXAMPLE}] --dimensions is {dimensions}, expected 1 to the vectors' {width}"),
+    };
+    if normalizes { normalized(&cut) } else { Ok(cut) }
 }
 
 fn write_vectors(vectors: &Tensor, sentences: &[String], path: &Path) -> Result<()> {
@@ -103,25 +194,25 @@ fn write_vectors(vectors: &Tensor, sentences: &[String], path: &Path) -> Result<
     safetensors::serialize_to_file([("embeddings", vectors)], Some(metadata), path).map_err(cannot("write", path))
 }
 
-/// Formats the cosines of all pairs of vectors (N, E) as a table, or the nearest sentence to each.
-fn similarity(vectors: &Tensor, sentences: &[String]) -> Result<String> {
-    let unit = embed::normalized(vectors)?;
+/// Formats the similarities of all pairs of vectors (N, E) as a table, or the nearest sentence to each.
+fn similarity(measure: Similarity, vectors: &Tensor, sentences: &[String]) -> Result<String> {
+    let name = measure.shown();
     // Rounded to the digits that are shown, so that of equal sentences the first is the nearest on every processor.
-    let cosines: Vec<Vec<f32>> = ((unit.matmul(&unit.t()?)? * 1e4)?.round()? / 1e4)?.to_vec2()?;
+    let numbers: Vec<Vec<f32>> = ((measure.of(vectors)? * 1e4)?.round()? / 1e4)?.to_vec2()?;
     let digits = sentences.len().to_string().len();
-    let rows = cosines.iter().zip(sentences).enumerate();
+    let rows = numbers.iter().zip(sentences).enumerate();
     if sentences.len() > TABLE {
         let nearest = rows.filter_map(|(i, (row, sentence))| {
             let others = row.iter().enumerate().filter(|&(j, _)| j != i).rev();
-            let (j, cosine) = others.max_by(|a, b| a.1.total_cmp(b.1))?;
-            Some(format!("{:>digits$}  {cosine:>7.4}  to {:>digits$}  {}\n", i + 1, j + 1, shown(sentence)))
+            let (j, number) = others.max_by(|a, b| a.1.total_cmp(b.1))?;
+            Some(format!("{:>digits$}  {number:>7.4}  to {:>digits$}  {}\n", i + 1, j + 1, shown(sentence)))
         });
-        return Ok(format!("the nearest to each, by cosine similarity\n{}", nearest.collect::<String>()));
+        return Ok(format!("the nearest to each, by {name}\n{}", nearest.collect::<String>()));
     }
     let heads: String = (1..=sentences.len()).map(|i| format!("{i:>8}")).collect();
     let table = rows.map(|(i, (row, sentence))| {
-        let cells: String = row.iter().map(|cosine| format!(" {cosine:>7.4}")).collect();
+        let cells: String = row.iter().map(|number| format!(" {number:>7.4}")).collect();
         format!("{:>digits$}{cells}  {}\n", i + 1, shown(sentence))
     });
-    Ok(format!("cosine similarity\n{:digits$}{heads}\n{}", "", table.collect::<String>()))
+    Ok(format!("{name}\n{:digits$}{heads}\n{}", "", table.collect::<String>()))
 }

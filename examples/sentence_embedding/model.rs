@@ -1,4 +1,5 @@
-//! Encoders of BERT's family on this crate's attention layer: embeddings, blocks of attention and MLP, norms.
+//! Encoders of texts on this crate's attention layer: embeddings, blocks of attention and MLP, norms. They are BERT's
+//! family, and decoders without their heads, whose hidden states are the output.
 //!
 //! The blocks are in `common/blocks/`; this file adds the embeddings.
 #![allow(dead_code, reason = "each program uses a part")]
@@ -20,10 +21,32 @@ use blocks::{Blocks, Loader, Norm, optional};
 
 /// The names that architectures have for the model below a head, its embeddings and their norm, and its blocks. A
 /// checkpoint has one of each.
-const BASES: &[&str] = &["bert", "roberta", "mpnet", "distilbert", "nomic_bert", "model"];
-const WORDS: &[&str] = &["embeddings.word_embeddings", "embeddings.tok_embeddings"];
+const BASES: &[&str] = &["bert", "roberta", "mpnet", "distilbert", "nomic_bert", "deberta", "model"];
+const WORDS: &[&str] = &["embeddings.word_embeddings", "embeddings.tok_embeddings", "embed_tokens"];
 const EMBEDDING_NORMS: &[&str] = &["embeddings.LayerNorm", "embeddings.norm", "emb_ln"];
 const BLOCKS: &[&str] = &["encoder.layer", "transformer.layer", "layers", "encoder.layers"];
+
+/// The norm after the last block, of ModernBERT and of decoders.
+const LAST_NORMS: &[&str] = &["final_norm", "norm"];
+
+/// The encoders that are known.
+const ENCODERS: &[&str] = &[
+    "bert",
+    "camembert",
+    "deberta-v2",
+    "distilbert",
+    "eurobert",
+    "jina_embeddings_v3",
+    "modernbert",
+    "mpnet",
+    "nomic_bert",
+    "roberta",
+    "xlm-roberta",
+];
+/// Encoders whose positions are counted from the number after the padding token's.
+const COUNTED_FROM_PADDING: &[&str] = &["camembert", "mpnet", "roberta", "xlm-roberta"];
+/// Encoders whose positions are not in the embeddings.
+const WITHOUT_POSITIONS: &[&str] = &["eurobert", "jina_embeddings_v3", "modernbert", "nomic_bert"];
 
 /// Norms after attention and MLP, with the names of BERT, MPNet, DistilBERT, and Nomic in transformers and as
 /// published.
@@ -40,11 +63,14 @@ const BERT: Family = Family {
     ..LLAMA
 };
 
-/// Returns the family of a `config.json`.
-fn family(json: &Value) -> Result<Family> {
+/// Returns the family of an encoder's `config.json`; `None` for other models.
+fn encoder_family(json: &Value) -> Result<Option<Family>> {
+    let model_type = json["model_type"].as_str().unwrap_or_default();
+    if !ENCODERS.contains(&model_type) {
+        return Ok(None);
+    }
     let flag = |key: &&str| json[*key].as_bool().unwrap_or(false);
-    Ok(match json["model_type"].as_str().unwrap_or_default() {
-        "bert" | "distilbert" | "mpnet" | "roberta" | "xlm-roberta" => BERT,
+    Ok(Some(match model_type {
         "nomic_bert" => {
             let other = ["prenorm", "use_rms_norm", "parallel_block", "mlp_fc1_bias", "mlp_fc2_bias"];
             if let Some(key) = other.into_iter().find(flag) {
@@ -52,6 +78,7 @@ fn family(json: &Value) -> Result<Family> {
             }
             Family { mlp: MlpKind::Gated, ..BERT }
         }
+        "eurobert" => Family { norm: NormKind::Rms(1e-5), ..LLAMA },
         "modernbert" => Family {
             norms: Norms::before(&["attn_norm"], &["mlp_norm"]),
             // The norm of the embeddings is right before it.
@@ -60,27 +87,47 @@ fn family(json: &Value) -> Result<Family> {
             activation: BERT.activation,
             ..LLAMA
         },
-        other => {
-            bail!(
-                "[encoder] model_type is {other:?}, expected one of bert, distilbert, modernbert, mpnet, nomic_bert, \
-                 roberta, xlm-roberta"
-            )
+        "deberta-v2" => {
+            if size(json, "conv_kernel_size").is_some_and(|size| size > 0) {
+                bail!("[encoder] conv_kernel_size is {}, expected no convolution", json["conv_kernel_size"])
+            }
+            Family { norm: NormKind::Layer(1e-7), ..BERT }
         }
-    })
+        _ => BERT,
+    }))
+}
+
+/// Returns the family of a `config.json`.
+fn family(json: &Value) -> Result<Family> {
+    if let Some(family) = encoder_family(json)? {
+        return Ok(family);
+    }
+    let Ok(family) = Family::of(json) else {
+        bail!(
+            "[encoder] model_type is {}, expected one of {}, or a decoder that causal_lm runs",
+            json["model_type"],
+            ENCODERS.join(", ")
+        )
+    };
+    Ok(family)
 }
 
 /// An encoder: token ids to a hidden state of each.
 pub struct Encoder {
     /// The embeddings of words. Embedding layers refuse ids that they have no row for.
     words: EmbeddingLayer,
+    /// The factor on the embeddings of words.
+    scale: f64,
     positions: Option<Embedding>,
     /// The padding token, if positions are counted from the number after it and only over other tokens.
     padding: Option<u32>,
     /// The embeddings of segments, the texts that one input may have: a token of a single text is in segment 0.
     segments: Option<EmbeddingLayer>,
-    embedding_norm: Norm,
+    embedding_norm: Option<Norm>,
     pub blocks: Blocks,
     last_norm: Option<Norm>,
+    /// Whether texts are concatenated without padding. Relative positions by content need texts of one length.
+    packs: bool,
     /// The most tokens of a text that the model has positions for.
     pub max_tokens: Option<usize>,
 }
@@ -91,21 +138,30 @@ impl Encoder {
     /// # Errors
     /// If the architecture, a field or an activation is not supported, or a tensor is missing.
     pub fn load(json: &Value, vb: VarBuilder, loaded: impl FnMut(usize, usize)) -> Result<Self> {
+        // A model that also processes images has the config of its text apart.
+        let json = json.get("text_config").filter(|text| text.is_object()).unwrap_or(json);
         let family = family(json)?;
         let weights = Weights::from(vb);
         let inner = weights.below(BASES, WORDS);
         let words = EmbeddingLayer::from_embedding(inner.table(inner.named(WORDS)?)?)?;
-        let mut loader = Loader::new("encoder", family, json, weights, words.embed_dim());
+        let dtype = words.embeddings().dtype();
+        let width = words.embed_dim();
+        let mut loader = Loader::new("encoder", family, json, weights, width);
         let blocks = Blocks::load(&mut loader, required(json, LAYERS)?, &inner, BLOCKS, loaded)?;
         let model_type = json["model_type"].as_str().unwrap_or_default();
+        let is_decoder = !Self::is_one(json);
         let mut segments = None;
         if size(json, "type_vocab_size").is_some_and(|n| n > 0) {
             segments = Some(EmbeddingLayer::from_embedding(inner.table("embeddings.token_type_embeddings")?)?);
         }
-        let counts_from_padding = matches!(model_type, "roberta" | "xlm-roberta" | "mpnet");
+        let counts_from_padding = COUNTED_FROM_PADDING.contains(&model_type);
         let padding = counts_from_padding.then(|| size(json, "pad_token_id").unwrap_or(1));
+        let is_relative = model_type == "deberta-v2" && json["position_biased_input"] == false;
         let (positions, max_tokens);
-        if matches!(model_type, "nomic_bert" | "modernbert") {
+        if is_decoder || is_relative || WITHOUT_POSITIONS.contains(&model_type) {
+            if let Some(name) = inner.first(&["embed_positions", "wpe"]) {
+                bail!("[encoder] a decoder has {name}, learned positions, which is not supported, expected none")
+            }
             positions = None;
             max_tokens = size(json, "max_position_embeddings").or(size(json, "n_positions"));
         } else {
@@ -114,21 +170,31 @@ impl Encoder {
             max_tokens = Some(table.embeddings().dim(0)?.saturating_sub(first));
             positions = Some(table);
         }
+        let embedding_norm = match inner.first(EMBEDDING_NORMS) {
+            None if is_decoder || model_type == "eurobert" => None,
+            _ => Some(loader.norm_at(&inner, inner.named(EMBEDDING_NORMS)?)?),
+        };
+        let last_norm = match is_decoder {
+            true => Some(loader.norm_at(&inner, inner.named(LAST_NORMS)?)?),
+            false => loader.norm(&inner, LAST_NORMS)?,
+        };
         Ok(Self {
             words,
+            scale: family.embedding_scale(json, width, dtype)?,
             positions,
             padding: padding.map(|padding| padding as u32),
             segments,
-            embedding_norm: loader.norm_at(&inner, inner.named(EMBEDDING_NORMS)?)?,
-            last_norm: loader.norm(&inner, &["final_norm"])?,
+            embedding_norm,
+            last_norm,
+            packs: blocks.attention(0).is_none_or(|first| first.config().content_positions().is_none()),
             blocks,
             max_tokens,
         })
     }
 
-    /// Returns whether the model of a `config.json` is an encoder of this kind.
+    /// Returns whether the model of a `config.json` is an encoder, and no decoder.
     pub fn is_one(json: &Value) -> bool {
-        family(json).is_ok()
+        matches!(encoder_family(json), Ok(Some(_)))
     }
 
     /// Returns the input (B, T, E) of a layer's attention for ids (B, T); the mask is that of the padding.
@@ -151,17 +217,34 @@ impl Encoder {
         segments: &[u32],
         mut attend: impl FnMut(&Attention, Input) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let lens: Vec<_> = texts.iter().map(|ids| ids.len()).collect();
-        let sequences = PackedSequences::from_lens(&lens, &lens)?;
-        let xs = self.blocks.forward(self.embed(texts, segments)?, |_, attention, input| {
-            attend(attention, Input::Softmax(input.softmax()?.with_packed(&sequences)))
-        })?;
-        optional(&self.last_norm, &xs)
+        if self.packs {
+            let lens: Vec<_> = texts.iter().map(|ids| ids.len()).collect();
+            let sequences = PackedSequences::from_lens(&lens, &lens)?;
+            let xs = self.blocks.forward(self.embed(texts, segments)?, |_, attention, input| {
+                attend(attention, Input::Softmax(input.softmax()?.with_packed(&sequences)))
+            })?;
+            return optional(&self.last_norm, &xs);
+        }
+        // Texts of one length that follow each other are a batch (B, T, E).
+        let mut outputs = Vec::new();
+        let mut start = 0;
+        for group in texts.chunk_by(|text, next| text.len() == next.len()) {
+            let total = group.iter().map(|ids| ids.len()).sum::<usize>();
+            let own = segments.get(start..start + total).unwrap_or(&[]);
+            let xs = self.embed(group, own)?.reshape((group.len(), group[0].len(), ()))?;
+            let ys = self.blocks.forward(xs, |_, attention, input| attend(attention, input))?;
+            outputs.push(ys.reshape((total, ()))?);
+            start += total;
+        }
+        optional(&self.last_norm, &Tensor::cat(&outputs, 0)?)
     }
 
     /// Computes the input (total, E) of the first block.
     fn embed(&self, texts: &[&[u32]], segments: &[u32]) -> Result<Tensor> {
         let mut xs = self.words.forward(&Tensor::new(texts.concat(), self.words.embeddings().device())?)?;
+        if self.scale != 1.0 {
+            xs = (xs * self.scale)?;
+        }
         if let (Some(table), Some(most)) = (&self.positions, self.max_tokens) {
             if let Some(text) = texts.iter().find(|text| text.len() > most) {
                 bail!("[encoder] {} tokens are more than the model's {most} positions", text.len())
@@ -174,7 +257,7 @@ impl Encoder {
             Some(table) => (xs + table.forward(&Tensor::new(segments, table.embeddings().device())?)?)?,
             None => xs,
         };
-        self.embedding_norm.forward(&xs)
+        optional(&self.embedding_norm, &xs)
     }
 
     /// Returns the rows of learned positions for the tokens of a text.

@@ -148,7 +148,7 @@ fn sentence_embedding_file_contains_its_sentences() {
 }
 
 /// Checks the mean over the tokens after the prompt, with the special token at the end and without the one at the
-/// beginning, as sentence-transformers computes it, also of the prompt "".
+/// beginning, as sentence-transformers computes it. The prompt "" is none.
 #[test]
 fn sentence_embedding_without_prompt_is_mean_over_tokens_after_it() -> Result<()> {
     for model in ["bert", "xlm-roberta", "modernbert"] {
@@ -167,7 +167,8 @@ fn sentence_embedding_without_prompt_is_mean_over_tokens_after_it() -> Result<()
             let sentences = ["man eats", " the sky is blue"];
             let found = safetensors::load_buffer(&copied.written("--out", &sentences), &Device::Cpu)?;
 
-            let unpooled = 1 + tokenizer.encode_with(prompt, SpecialTokens::Without)?.ids.len();
+            let prompt_tokens = tokenizer.encode_with(prompt, SpecialTokens::Without)?.ids.len();
+            let unpooled = if prompt.is_empty() { 0 } else { 1 + prompt_tokens };
             let mut means = Vec::new();
             for sentence in sentences {
                 let ids = tokenizer.encode(&format!("{prompt}{sentence}"))?.ids;

@@ -5,6 +5,7 @@
 mod common;
 #[path = "../../examples/causal_lm/model.rs"]
 mod decoder;
+mod embedding;
 #[path = "../../examples/sentence_embedding/model.rs"]
 mod encoder;
 mod gguf;

@@ -1,6 +1,6 @@
 //! The differences between model families outside of attention, as a table.
 
-use candle_core::{Context, Result, bail};
+use candle_core::{Context, DType, Device, Result, Tensor, bail};
 use serde_json::Value;
 
 use super::mlp::Mixture;
@@ -268,6 +268,15 @@ impl Family {
         // The converter adds the 1.
         let norm = if let RmsPlusOne(eps) = self.norm { Rms(eps) } else { self.norm };
         Ok(Self { norms, norm, mlp, ..self })
+    }
+
+    /// Returns the factor on embeddings of this width in a model that computes in `dtype`.
+    pub fn embedding_scale(&self, json: &Value, width: usize, dtype: DType) -> Result<f64> {
+        if !self.scales_embedding {
+            return Ok(json["embedding_multiplier"].as_f64().unwrap_or(1.0));
+        }
+        // In the dtype of the embeddings, as Gemma rounds it.
+        Tensor::new((width as f64).sqrt(), &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F64)?.to_scalar()
     }
 
     /// Returns the name of the activation of MLPs.

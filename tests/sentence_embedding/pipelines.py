@@ -1,0 +1,308 @@
+"""Makes `pipelines/`: tiny random models of sentence-transformers, and the vectors that it computes for `sentences.txt`.
+
+python tests/sentence_embedding/pipelines.py [MODEL ..]    (packages: tests/hf/requirements.txt, sentence-transformers)
+
+A folder is what `SentenceTransformer.save` writes. `golden.json` lists runs: the options of the program, files that are
+replaced before it, and the name of the vectors (N, E) in `golden.safetensors`; with similarities (N, N) if it has
+`{name}.similarity`. sentence-transformers pads batches of all sentences, on the side that the tokenizer has. Eager
+attention, f32.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from safetensors.torch import save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
+from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+from transformers.models.auto import tokenization_auto
+
+HERE = Path(__file__).resolve().parent
+SENTENCES = [line for line in (HERE / "sentences.txt").read_text().splitlines() if line.strip()]
+PIECES = (
+    "a man eats food the sky is blue girl carries baby on while old plays guitar rain some ##one piece of bread two "
+    "men push cart ##s through wood ##in in st ##reet query : document search"
+).split()
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 24, "pad_token_id": 0,
+}
+DECODER = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
+
+
+# A model type would choose the class of its published tokenizers, which is not that of the files here.
+for model_type in list(tokenization_auto.TOKENIZER_MAPPING_NAMES):
+    tokenization_auto.TOKENIZER_MAPPING_NAMES[model_type] = "TokenizersBackend"
+
+
+def tokenizer(lowers=True, template=("[CLS]", "[SEP]"), **options):
+    """Words and a few pieces. `template` has the special tokens before and after a text."""
+    vocab = {token: index for index, token in enumerate(SPECIAL + PIECES)}
+    result = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    if lowers:
+        result.normalizer = normalizers.BertNormalizer()
+    result.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    before, after = template
+    single = " ".join(part for part in [before, "$A", after] if part)
+    special = [(token, vocab[token]) for token in template if token]
+    result.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    names = dict(zip(["pad_token", "unk_token", "cls_token", "sep_token", "mask_token"], SPECIAL))
+    return PreTrainedTokenizerFast(tokenizer_object=result, model_max_length=16, **names, **options)
+
+
+def randomize(module, seed):
+    torch.manual_seed(seed)
+    for key, parameter in module.named_parameters():
+        is_norm = "norm" in key.lower() and key.endswith("weight")
+        torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.4)
+
+
+def transformer(folder, model_type, tokens, sizes, **options):
+    """Saves a random model of transformers, and loads it as the first module."""
+    path = Path(folder) / "transformer"
+    config = AutoConfig.for_model(model_type, vocab_size=len(tokens), **sizes)
+    config._attn_implementation = "eager"
+    model = AutoModel.from_config(config).float().eval()
+    randomize(model, sum(map(ord, model_type)))
+    model.save_pretrained(path)
+    tokens.save_pretrained(path)
+    return Transformer(str(path), model_kwargs={"attn_implementation": "eager"}, **options)
+
+
+class Recorder:
+    """A folder with its runs."""
+
+    def __init__(self, name, model):
+        self.path = HERE / "pipelines" / name
+        shutil.rmtree(self.path, ignore_errors=True)
+        model.eval().save(str(self.path), create_model_card=False)
+        (self.path / "generation_config.json").unlink(missing_ok=True)
+        self.runs = []
+        self.tensors = {}
+
+    def add(self, name, args=(), files=None, similarity=False, **options):
+        """Records a run on the folder as it is saved, with some files replaced."""
+        with tempfile.TemporaryDirectory() as folder:
+            copied = Path(folder) / "model"
+            shutil.copytree(self.path, copied)
+            for file, content in (files or {}).items():
+                (copied / file).write_text(json.dumps(content))
+            model = SentenceTransformer(str(copied), model_kwargs={"attn_implementation": "eager"})
+            vectors = model.encode(SENTENCES, convert_to_tensor=True, **options).cpu()
+            self.tensors[name] = vectors.contiguous()
+            if similarity:
+                self.tensors[f"{name}.similarity"] = model.similarity(vectors, vectors).contiguous()
+        self.runs.append({"name": name, "args": list(args), **({"files": files} if files else {})})
+
+    def save(self):
+        save_file(self.tensors, self.path / "golden.safetensors")
+        (self.path / "golden.json").write_text(json.dumps(self.runs, indent=1) + "\n")
+        size = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        print(self.path.name, {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}, size, file=sys.stderr)
+
+
+def layers(folder):
+    """All modules after pooling, and settings of the whole checkpoint."""
+    modules = [
+        transformer(folder, "bert", tokenizer(), SIZES),
+        Pooling(16, pooling_mode=("cls", "mean")),
+        LayerNorm(32),
+        Dropout(0.5),
+        Dense(32, 12, activation_function=torch.nn.Tanh()),
+        Dense(12, 12, bias=False, activation_function=torch.nn.GELU(), use_residual=True),
+        Dense(12, 10, activation_function=torch.nn.Identity(), use_residual=True),
+        Normalize(),
+    ]
+    for seed, module in enumerate(modules[2:]):
+        randomize(module, seed)
+    prompts = {"query": "query : ", "document": "search document : "}
+    recorder = Recorder("layers", SentenceTransformer(modules=modules, prompts=prompts, similarity_fn_name="dot"))
+    settings = json.loads((recorder.path / "config_sentence_transformers.json").read_text())
+    name = "config_sentence_transformers.json"
+    recorder.add("default", similarity=True)
+    recorder.add("query", ["--prompt-name", "query"], prompt_name="query")
+    recorder.add("given", ["--prompt", "the sky is "], prompt="the sky is ")
+    recorder.add("document", files={name: {**settings, "default_prompt_name": "document"}})
+    recorder.add("dimensions", ["--dimensions", "4"], truncate_dim=4)
+    recorder.add("normalized", ["--dimensions", "4", "--normalize"], truncate_dim=4, normalize_embeddings=True)
+    for measure in ["cosine", "euclidean", "manhattan"]:
+        changed = {**settings, "similarity_fn_name": measure, "truncate_dim": 6}
+        recorder.add(measure, files={name: changed}, similarity=True)
+    recorder.save()
+
+
+def poolings(folder):
+    """Every pooling, by new and old names, with and without the tokens of a prompt."""
+    modules = [transformer(folder, "roberta", tokenizer(), {**SIZES, "pad_token_id": 0}), Pooling(16)]
+    recorder = Recorder("poolings", SentenceTransformer(modules=modules, prompts={"query": "query : ", "none": ""}))
+    flags = [
+        "cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken",
+    ]
+    file = "1_Pooling/config.json"
+    for mode in Pooling.POOLING_MODES:
+        recorder.add(mode, files={file: {"embedding_dimension": 16, "pooling_mode": mode}})
+        without = {"embedding_dimension": 16, "pooling_mode": mode, "include_prompt": False}
+        args = ["--prompt-name", "query"]
+        recorder.add(f"{mode}.after", args, {file: without}, prompt_name="query")
+    old = {f"pooling_mode_{flag}": True for flag in flags}
+    recorder.add("all", files={file: {"word_embedding_dimension": 16, **old}})
+    recorder.add("one", files={file: {"word_embedding_dimension": 16, "pooling_mode_weightedmean_tokens": True}})
+    recorder.add("no_flag", files={file: {"word_embedding_dimension": 16, "pooling_mode_cls_token": False}})
+    listed = {"embedding_dimension": 16, "pooling_mode": ["lasttoken", "max"], "include_prompt": False}
+    recorder.add("list", files={file: listed})
+    recorder.add("empty_prompt", ["--prompt-name", "none"], {file: {**listed, "pooling_mode": "mean"}}, prompt_name="none")
+    recorder.save()
+
+
+def letters(folder):
+    """A tokenizer that does not lower letters, a model that says that they are, and lengths."""
+    modules = [transformer(folder, "bert", tokenizer(lowers=False), SIZES), Pooling(16)]
+    recorder = Recorder("letters", SentenceTransformer(modules=modules))
+    settings = json.loads((recorder.path / "sentence_bert_config.json").read_text())
+    older = {"max_seq_length": 7, "do_lower_case": True, "model_args": {"attn_implementation": "eager"}}
+    prompt = "The SKY is "
+    recorder.add("kept", ["--prompt", prompt], prompt=prompt)
+    recorder.add("lowered", ["--prompt", prompt], {"sentence_bert_config.json": {**settings, **older}}, prompt=prompt)
+    lengths = {**settings, "query_length": 5, "document_length": 9}
+    for task in ["query", "document"]:
+        recorder.add(task, ["--task", task], {"sentence_bert_config.json": lengths}, task=task)
+    recorder.save()
+
+
+def router(folder):
+    """Two routes with models of their own, and a layer after both."""
+    query = [transformer(Path(folder) / "query", "bert", tokenizer(), {**SIZES, "num_hidden_layers": 1}), Pooling(16)]
+    document = [
+        transformer(Path(folder) / "document", "modernbert", tokenizer(), {
+            **SIZES, "num_hidden_layers": 2, "local_attention": 6, "bos_token_id": 2, "eos_token_id": 3,
+            "cls_token_id": 2, "sep_token_id": 3,
+        }),
+        Pooling(16, pooling_mode="cls"),
+        Dense(16, 16, activation_function=torch.nn.SiLU()),
+    ]
+    randomize(document[2], 3)
+    both = Router.for_query_document(query_modules=query, document_modules=document, default_route="document")
+    recorder = Recorder("router", SentenceTransformer(modules=[both, Normalize()]))
+    recorder.add("default")
+    recorder.add("query", ["--task", "query"], task="query")
+    recorder.add("document", ["--task", "document"], task="document")
+    name = "router_config.json"
+    config = json.loads((recorder.path / name).read_text())
+    config["parameters"]["route_mappings"] = {"('classify', 'text')": "query", "(None, 'text')": "document"}
+    recorder.add("mapped", ["--task", "classify"], {name: config}, task="classify")
+    recorder.save()
+
+
+def after_router(folder):
+    """A router after pooling, which chooses a projection."""
+    projections = {name: [Dense(16, 8)] for name in ["left", "right"]}
+    for seed, modules in enumerate(projections.values()):
+        randomize(modules[0], seed)
+    modules = [transformer(folder, "bert", tokenizer(), {**SIZES, "num_hidden_layers": 1}), Pooling(16)]
+    modules.append(Router(projections, default_route="left"))
+    recorder = Recorder("after_router", SentenceTransformer(modules=modules))
+    recorder.add("left")
+    recorder.add("right", ["--task", "right"], task="right")
+    recorder.save()
+
+
+def qwen3_embedding(folder):
+    """Qwen3-Embedding's shape: the last token of a causal model, an end token, instructions as prompts."""
+    tokens = tokenizer(template=(None, "[SEP]"), padding_side="left")
+    modules = [transformer(folder, "qwen3", tokens, DECODER), Pooling(16, pooling_mode="lasttoken"), Normalize()]
+    prompts = {"query": "query : a man eats \nsearch : ", "document": ""}
+    recorder = Recorder("qwen3_embedding", SentenceTransformer(modules=modules, prompts=prompts))
+    name = "tokenizer_config.json"
+    settings = json.loads((recorder.path / name).read_text())
+    for side in ["left", "right"]:
+        recorder.add(side, files={name: {**settings, "padding_side": side}})
+    assert torch.allclose(recorder.tensors["left"], recorder.tensors["right"], atol=1e-6)
+    recorder.add("query", ["--prompt-name", "query", "--dimensions", "8"], prompt_name="query", truncate_dim=8)
+    # As the model was trained to be cut: the mean with weights by position, from the first token that is no padding.
+    weighted = {"1_Pooling/config.json": {"embedding_dimension": 16, "pooling_mode": "weightedmean"}}
+    recorder.add("weighted", files=weighted)
+    recorder.save()
+
+
+def qwen2_bidirectional(folder):
+    """GTE-Qwen2's shape: a decoder whose tokens attend to all tokens, the last of them pooled."""
+    tokens = tokenizer(template=(None, "[SEP]"), padding_side="left")
+    sizes = {**DECODER, "is_causal": False, "use_sliding_window": False}
+    modules = [transformer(folder, "qwen2", tokens, sizes), Pooling(16, pooling_mode="lasttoken"), Normalize()]
+    recorder = Recorder("qwen2_bidirectional", SentenceTransformer(modules=modules))
+    recorder.add("default")
+    recorder.save()
+
+
+def embedding_gemma(folder):
+    """EmbeddingGemma's shape: Gemma 3 with attention in both directions, the mean, two projections."""
+    tokens = tokenizer(template=("[CLS]", "[SEP]"), padding_side="right")
+    sizes = {
+        **DECODER, "num_hidden_layers": 3, "use_bidirectional_attention": True, "sliding_window": 6,
+        "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }
+    projections = [
+        Dense(16, 24, bias=False, activation_function=torch.nn.Identity()),
+        Dense(24, 16, bias=False, activation_function=torch.nn.Identity()),
+    ]
+    for seed, module in enumerate(projections):
+        randomize(module, seed)
+    modules = [transformer(folder, "gemma3_text", tokens, sizes), Pooling(16), *projections, Normalize()]
+    prompts = {"query": "search : query : ", "document": "document : "}
+    recorder = Recorder("embedding_gemma", SentenceTransformer(modules=modules, prompts=prompts))
+    recorder.add("default")
+    recorder.add("query", ["--prompt-name", "query"], prompt_name="query")
+    recorder.save()
+
+
+def encoder(name, model_type, **options):
+    """Returns a function that makes an encoder with mean pooling."""
+    def make(folder):
+        modules = [transformer(folder, model_type, tokenizer(), {**SIZES, **options}), Pooling(16), Normalize()]
+        recorder = Recorder(name, SentenceTransformer(modules=modules))
+        recorder.add("default")
+        recorder.save()
+    return make
+
+
+KINDS = {
+    "layers": layers,
+    "poolings": poolings,
+    "letters": letters,
+    "router": router,
+    "after_router": after_router,
+    "qwen3_embedding": qwen3_embedding,
+    "qwen2_bidirectional": qwen2_bidirectional,
+    "embedding_gemma": embedding_gemma,
+    "deberta_v2": encoder(
+        "deberta_v2", "deberta-v2", relative_attention=True, position_biased_input=False, pos_att_type=["p2c", "c2p"],
+        position_buckets=8, max_relative_positions=-1, share_att_key=True, norm_rel_ebd="layer_norm", type_vocab_size=0,
+    ),
+    "deberta_v2_absolute": encoder("deberta_v2_absolute", "deberta-v2", type_vocab_size=2),
+    "eurobert": encoder("eurobert", "eurobert", num_key_value_heads=2),
+    "jina_embeddings_v3": encoder("jina_embeddings_v3", "jina_embeddings_v3", type_vocab_size=1),
+    "camembert": encoder("camembert", "camembert", max_position_embeddings=26, type_vocab_size=1),
+}
+
+
+def main():
+    torch.set_num_threads(1)
+    for name, make in KINDS.items():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            make(folder)
+
+
+if __name__ == "__main__":
+    main()
