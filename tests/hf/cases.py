@@ -286,6 +286,12 @@ CASES = {
     "starcoder2": decoder("starcoder2", ONE_LAYER, {"sliding_window": 5}),
     "starcoder2_no_bias": decoder("starcoder2", ONE_LAYER, {"use_bias": False}),
     "granite": decoder("granite", ONE_LAYER, {"attention_multiplier": 0.4}),
+    "flint": decoder(
+        "flint",
+        HEAD_DIM,
+        ALTERNATING,
+        {"mlp_only_layers": [0, 1], "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+    ),
     "gpt_oss": decoder("gpt_oss", HEAD_DIM, ALTERNATING, {"num_local_experts": 2, "num_experts_per_tok": 1}),
     "smollm3": decoder(
         "smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 5, "pad_token_id": 0}

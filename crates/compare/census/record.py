@@ -71,7 +71,9 @@ def record(model_class, config, folder, name):
             stack.pop()
         for call in reversed(calls):
             if call[3] is module and call[2] is None:
-                call[2] = output.detach().clone() if isinstance(output, torch.Tensor) else None
+                # I-BERT's layers return a scale too.
+                first = output[0] if isinstance(output, tuple) and output else output
+                call[2] = first.detach().clone() if isinstance(first, torch.Tensor) else None
                 break
 
     layers = {id(module.weight): module for module in names if is_linear(module)}

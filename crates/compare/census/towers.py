@@ -21,17 +21,8 @@ def two_images(_):
     return torch.cat([merged(4, 4), merged(2, 4)], dim=1)
 
 
-def columns_first(_):
-    return two_images(_).flip(0)
-
-
 def with_time(_):
     return torch.cat([torch.zeros(1, 24, dtype=torch.long), two_images(_)])
-
-
-def from_one(_):
-    """Columns before rows, which count from 1."""
-    return columns_first(_) + 1
 
 
 def rows_in_order(_):
@@ -68,7 +59,7 @@ def squares(config, **others):
 def merged_patches(config):
     """Two by two patches together, with the channels last."""
     width = 2 * config.patch_size
-    return {"pixel_values": torch.randn(6, width * width * 3), "image_grid_thw": torch.tensor([[1, 2, 2], [1, 1, 2]])}
+    return {"pixel_values": torch.randn(6, width, width, 3), "image_grid_thw": torch.tensor([[1, 2, 2], [1, 1, 2]])}
 
 
 def wide_image(config):
@@ -78,15 +69,25 @@ def wide_image(config):
 
 
 def flattened_patches(config):
-    return {"flattened_patches": torch.randn(2, 9, 2 + config.patch_embed_hidden_size)}
+    """Patches with the numbers of their rows and columns before them."""
+    places = torch.stack([torch.arange(9) // 3 + 1, torch.arange(9) % 3 + 1], dim=1).float().expand(2, -1, -1)
+    return {"flattened_patches": torch.cat([places, torch.randn(2, 9, config.patch_embed_hidden_size)], dim=2)}
 
 
 def sounds(config):
     """Spectrograms of two lengths, one after the other."""
-    return {"input_features": torch.randn(config.num_mel_bins, 52), "feature_lens": torch.tensor([32, 20])}
+    first = 2 * config.n_window
+    return {"input_features": torch.randn(config.num_mel_bins, first + 60), "feature_lens": torch.tensor([first, 60])}
+
+
+def causal(config):
+    """Inputs with a mask that the whole model makes."""
+    mask = torch.full((13, 13), torch.finfo(torch.float).min).triu(1)
+    return {"inputs_embeds": torch.randn(2, 13, config.hidden_size), "attention_mask": mask.expand(2, 1, 13, 13)}
 
 
 INPUTS = {
+    "blt_global_transformer": causal,
     "cosmos3_edge_vision": patches,
     "gemma4_vision": lambda config: {
         "pixel_values": torch.randn(2, 16, 3 * config.patch_size**2),
@@ -104,6 +105,10 @@ INPUTS = {
     "minicpmv4_7_vision": wide_image,
     "minimax_m3_vl_vision": patches,
     "molmo2_vision": lambda config: {"pixel_values": torch.randn(2, 16, 3 * config.patch_size**2)},
+    "moonshine_streaming_encoder": lambda config: {
+        "input_values": torch.randn(2, 20 * int(config.frame_ms * config.sample_rate / 1000)),
+        "attention_mask": torch.ones(2, 20 * int(config.frame_ms * config.sample_rate / 1000), dtype=torch.long),
+    },
     "muse_glimmer_vision": patches,
     "muse_spark_vision": patches,
     "paddleocr_vl_vision": lambda config: {
@@ -112,7 +117,8 @@ INPUTS = {
     "pix2struct_vision_model": flattened_patches,
     "qwen2_5_omni_audio_encoder": sounds,
     "qwen3_asr_encoder": lambda config: {
-        "input_features": torch.randn(2, config.num_mel_bins, 32), "input_features_mask": torch.ones(2, 32, dtype=torch.long),
+        "input_features": torch.randn(2, config.num_mel_bins, 100),
+        "input_features_mask": torch.ones(2, 100, dtype=torch.long),
     },
     "qwen3_omni_moe_audio_encoder": sounds,
     "video_llama_3_vision": lambda config: patches(config, merge_sizes=torch.tensor([2, 2])),
@@ -127,8 +133,8 @@ POSITIONS = {
     "lfm3_vl_vision": two_images,
     "llama4_vision_model": one_image,
     "minimax_m3_vl_vision": with_time,
-    "muse_glimmer_vision": from_one,
-    "muse_spark_vision": from_one,
+    "muse_glimmer_vision": lambda _: rows_in_order(_) + 1,
+    "muse_spark_vision": lambda _: rows_in_order(_) + 1,
     "paddleocr_vl_vision": lambda _: rows_in_order(_).flip(0),
     "qwen2_5_omni_vision_encoder": two_images,
     "step3p5_vision": lambda _: grid(4, 4).flip(0),
@@ -136,22 +142,30 @@ POSITIONS = {
 }
 PACKED = {name: LENGTHS for name in POSITIONS | dict.fromkeys(
     "cosmos3_edge_vision glm_image_vision hunyuan_vl_vision minicpm_ocr_vision minicpmv4_6_vision minicpmv4_7_vision".split()
-) if name not in ("gemma4_vision", "llama4_vision_model", "step3p5_vision")} | {"inkling2_vision": [17, 9]}
+) if name not in ("gemma4_vision", "llama4_vision_model", "step3p5_vision")} | {
+    "inkling2_vision": [17, 9],
+    "qwen2_5_omni_audio_encoder": [50, 30],
+    "qwen3_asr_encoder": [13, 13],
+    "qwen3_omni_moe_audio_encoder": [13, 8],
+}
 CONFIGS = {
     "cosmos3_edge_vision": {"num_patches": 16},
-    "hunyuan_vl_vision": {"max_image_size": 32},
+    "hunyuan_vl_vision": {"max_image_size": 32, "num_key_value_heads": 6},
     "kosmos_2_5_vision_model": {"patch_embed_hidden_size": 20},
     "lfm3_vl_vision": {"layer_types": ["full_attention", "conv"]},
-    "llama4_vision_model": {"projector_input_dim": 48, "projector_output_dim": 48, "vision_output_dim": 48,
-                            "intermediate_size": 48, "pixel_shuffle_ratio": 0.5},
+    "llama4_vision_model": {
+        "projector_input_dim": 48, "projector_output_dim": 48, "vision_output_dim": 48, "intermediate_size": 192,
+    },
     "minicpm_ocr_vision": {"insert_layer_id": -1},
     "minicpmv4_6_vision": {"insert_layer_id": -1},
     "minicpmv4_7_vision": {"insert_layer_id": -1},
-    "molmo2_vision": {"num_position_embeddings": 16, "image_size": 32, "patch_size": 8, "num_key_value_heads": 6},
+    "moonshine_streaming_encoder": {"sliding_windows": [[4, 2], [3, 0]], "num_key_value_heads": 2, "head_dim": 16},
+    "molmo2_vision": {"num_position_embeddings": 16, "image_size": [32, 32], "patch_size": 8, "num_key_value_heads": 6},
     "muse_glimmer_vision": {"layer_types": ["window_attention", "full_attention"]},
     "muse_spark_vision": {"layer_types": ["window_attention", "full_attention"]},
     "pix2struct_vision_model": {"patch_embed_hidden_size": 20, "d_kv": 8},
-    "qwen2_5_omni_audio_encoder": {"n_window": 16},
-    "qwen3_asr_encoder": {"n_window": 16, "n_window_infer": 32, "downsample_hidden_size": 8, "max_position_embeddings": 64},
-    "qwen3_omni_moe_audio_encoder": {"n_window": 16, "n_window_infer": 32, "downsample_hidden_size": 8},
+    "sam3_lite_text_text_model": {"num_hidden_layers": 4},
+    "qwen2_5_omni_audio_encoder": {"n_window": 50, "max_source_positions": 64},
+    "qwen3_asr_encoder": {"downsample_hidden_size": 8, "max_position_embeddings": 13},
+    "qwen3_omni_moe_audio_encoder": {"downsample_hidden_size": 8, "max_source_positions": 64},
 }

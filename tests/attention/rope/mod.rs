@@ -115,6 +115,7 @@ fn layouts() -> Vec<(RopeAxes, Vec<(usize, f64)>)> {
         let of = |(axis, &n): (usize, &usize)| (0..n).map(move |i| (axis, i as f64 / n as f64)).collect::<Vec<_>>();
         counts.iter().enumerate().flat_map(of).collect()
     };
+    let turns = (0..8).map(|i| (i % 2, (i / 2) as f64 / 4.0)).collect();
     let dealt = [(0, 0), (0, 2), (0, 4), (0, 6), (1, 1), (1, 3), (1, 5), (1, 7)];
     vec![
         (axes(&[3, 3, 2], RopeAxisLayout::Sections), common([0, 0, 0, 1, 1, 1, 2, 2])),
@@ -123,6 +124,7 @@ fn layouts() -> Vec<(RopeAxes, Vec<(usize, f64)>)> {
         (axes(&[4, 4], RopeAxisLayout::Axial), own(&[4, 4])),
         (axes(&[2, 3, 3], RopeAxisLayout::Axial), own(&[2, 3, 3])),
         (axes(&[4, 4], RopeAxisLayout::AxialInterleaved), dealt.map(|(axis, i)| (axis, f64::from(i) / 8.0)).to_vec()),
+        (axes(&[4, 4], RopeAxisLayout::AxialTurns), turns),
     ]
 }
 

@@ -17,9 +17,18 @@ use candle_attention_modules::base::{ConfigMethod, Fact, has};
 impl Entry<'_> {
     /// Loads one layer of a checkpoint.
     pub fn load(&self, layer: usize, given: VarBuilder) -> Result<MultiHeadAttention> {
-        let vb = self.with_norms_as_in_pytorch(given);
+        let vb = self.with_own_sinks(self.with_norms_as_in_pytorch(given));
         let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load(cfg, layout, vb.pp(module));
         self.load_with(layer, &vb, load, Ok)
+    }
+
+    /// Returns a builder that has the sinks under the name of this crate.
+    pub fn with_own_sinks<'a>(&self, vb: VarBuilder<'a>) -> VarBuilder<'a> {
+        let Some(theirs) = self.family.sinks_name else { return vb };
+        vb.rename_f(move |name| match name.strip_suffix(".sinks") {
+            Some(module) => format!("{module}.{theirs}"),
+            None => name.to_string(),
+        })
     }
 
     /// Loads a layer with `load`, and if it has a relative bias, the heads of it that `shard` returns.

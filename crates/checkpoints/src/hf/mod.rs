@@ -125,7 +125,7 @@ pub fn load_attention_shard(
     let entry = Entry::of(json)?;
     let whole = vb.whole();
     entry.refuse_conversion_of_mlx(&whole)?;
-    let whole = entry.with_norms_as_in_pytorch(whole);
+    let whole = entry.with_own_sinks(entry.with_norms_as_in_pytorch(whole));
     let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load_shard(cfg, layout, shard, &whole.pp(module));
     entry.load_with(layer, &whole, load, |bias| bias.shard(shard))
 }

@@ -1,12 +1,13 @@
 //! Rules of single families, for what no column of the table describes.
 
 use candle_attention_core::{
-    AlibiConfig, AttentionTemperature, KvSharing, MultiHeadAttentionConfig as Config, RopeConfig, RopeScaling,
-    RopeStyle,
+    AlibiConfig, AttentionTemperature, KvSharing, MultiHeadAttentionConfig as Config, RopeAxes, RopeAxisLayout,
+    RopeConfig, RopeScaling, RopeStyle,
 };
 use candle_attention_modules::gate::{GateActivation, GateLayout, GateScope, OutputGate};
 use candle_attention_modules::norm::{OutputNorm, QkNorm, QkNormKind, QkNormScope};
 use candle_core::Result;
+use serde_json::Value;
 
 use super::fields::Fields;
 use super::layer_kinds::is_fourth_from_last;
@@ -166,6 +167,31 @@ pub(super) fn minimax_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
         }
         _ => cfg,
     })
+}
+
+/// Rotates a third of each head by each of three axes; pairs that are left over are not rotated.
+pub(super) fn thirds_of_heads(_: &Fields, cfg: Config) -> Result<Config> {
+    let pairs = cfg.head_dim() / 3 / 2;
+    let Some(rope) = cfg.rope().cloned() else { return Ok(cfg) };
+    let axes = RopeAxes::new(vec![pairs; 3], RopeAxisLayout::Axial);
+    Ok(cfg.with_rope(rope.with_rotary_dim(6 * pairs).with_axes(axes)))
+}
+
+/// Reads the windows of the layers of Moonshine's streaming encoder: how many keys up to the query and from it on, of
+/// which the query is counted in both.
+pub(super) fn moonshine_windows(fields: &Fields, cfg: Config) -> Result<Config> {
+    let default = if matches!(fields.layer, 2 | 3) { [16, 0] } else { [16, 4] };
+    let [before, after]: [usize; 2] = match fields.of_layer("sliding_windows")? {
+        None => default,
+        Some(window) => match window.as_array().map(|sides| sides.iter().map(Value::as_u64).collect::<Vec<_>>()) {
+            Some(sides) if let [Some(before), Some(after)] = sides[..] => [before as usize, after as usize],
+            _ => return fields.fail(format!("sliding_windows has {window}, expected two numbers for each layer")),
+        },
+    };
+    if before == 0 {
+        return fields.fail("sliding_windows has a layer without earlier keys, expected at least the query's own");
+    }
+    Ok(cfg.with_local_window(before - 1, after.saturating_sub(1)))
 }
 
 /// Refuses Phi-MoE's own kind of scaling of rotary positions.

@@ -197,6 +197,33 @@ pub(super) fn lfm3(fields: &Fields) -> Result<Option<usize>> {
     sliding(fields, layer.is_multiple_of(4), Some(256))
 }
 
+/// Returns the window of a Flint layer: all layers but the first two, every fourth and the last have one.
+pub(super) fn flint(fields: &Fields) -> Result<Option<usize>> {
+    let layer = fields.layer;
+    let is_full = layer < 2 || layer % 4 == 1 || layer + 1 == fields.num_layers;
+    sliding(fields, !is_full, Some(513))
+}
+
+/// Refuses the first layer and the last of the texts of SAM 3 Lite, which are convolutions if `use_repmixer_blocks` is
+/// true.
+pub(super) fn between_convolutions(fields: &Fields) -> Result<Option<usize>> {
+    let layer = fields.layer;
+    if fields.flag("use_repmixer_blocks", true)? && (layer == 0 || layer + 1 == fields.num_layers) {
+        return fields.fail(format!("layer {layer} is a convolution, expected softmax attention"));
+    }
+    Ok(None)
+}
+
+/// Refuses layers of LFM 3's images that are not of kind "full_attention": without `layer_types` even layers but the
+/// first have attention.
+pub(super) fn lfm3_images(fields: &Fields) -> Result<Option<usize>> {
+    let layer = fields.layer;
+    if fields.get("layer_types").is_none() && (!layer.is_multiple_of(2) || layer == 0) {
+        return fields.fail(format!("layer {layer} has conv, expected softmax attention"));
+    }
+    sliding(fields, false, None)
+}
+
 /// Refuses layers of Granite 4 that are not of kind "attention".
 pub(super) fn granite_hybrid(fields: &Fields) -> Result<Option<usize>> {
     match fields.get("layer_types") {

@@ -30,6 +30,9 @@
 /// | `espnet` | linear_q, linear_k, linear_v, linear_out | ESPnet's conformers, wav2vec 2.0's in transformers |
 /// | `mlx` | query_proj, key_proj, value_proj, out_proj | `mlx.nn.MultiHeadAttention` |
 /// | `torchtune` | q_proj, k_proj, v_proj, output_proj | torchtune; its Llama, Mistral and Gemma have interleaved rotary positions ([`RopeStyle::Interleaved`]) |
+/// | `kimi` | q_proj, k_proj, v_proj, proj | the images of Kimi K2.5 and similar models in transformers |
+/// | `qwen-omni` | q, k, v, proj | the images of Qwen2.5-Omni |
+/// | `pix2struct` | query, key, value, output | the images of Pix2Struct and Kosmos-2.5 |
 /// | `flax` | query.kernel (E, H, D), key.kernel, value.kernel, out.kernel (H, D, E), biases (H, D) and (E,) | `MultiHeadAttention` of flax, linen and nnx |
 /// | `keras` | the same, with attention_output.kernel | `MultiHeadAttention` and `GroupQueryAttention` of Keras 3, by the paths of their variables |
 /// | `keras-h5` | query_dense.vars.0 (E, H, D), query_dense.vars.1 .., output_dense.vars.0 (H, D, E) | the same layers, by the names in a `.weights.h5` file |
@@ -113,6 +116,12 @@ pub enum WeightLayout {
     Mlx,
     /// q_proj, k_proj, v_proj, output_proj.
     Torchtune,
+    /// q_proj, k_proj, v_proj, proj.
+    Kimi,
+    /// q, k, v, proj.
+    QwenOmni,
+    /// query, key, value, output.
+    Pix2Struct,
     /// query, key, value, out: kernels (E, H, D) and (H, D, E), and biases.
     Flax,
     /// query, key, value, attention_output: kernels and biases as in [`Flax`](Self::Flax).

@@ -28,7 +28,7 @@ const fn linear(spelling: &'static str, names: [&'static str; 4]) -> LinearNames
 
 /// The layouts of four linear layers, in the order in which they are detected. ALBERT's comes before minGPT's: `query`
 /// alone is the inner module of BERT and similar models, whose output projection is outside.
-const LINEAR: [WeightLayout; 24] = [
+const LINEAR: [WeightLayout; 27] = [
     WeightLayout::Canonical,
     WeightLayout::Book,
     WeightLayout::Short,
@@ -53,6 +53,9 @@ const LINEAR: [WeightLayout; 24] = [
     WeightLayout::Espnet,
     WeightLayout::Mlx,
     WeightLayout::Torchtune,
+    WeightLayout::Kimi,
+    WeightLayout::QwenOmni,
+    WeightLayout::Pix2Struct,
 ];
 
 impl Naming {
@@ -210,6 +213,9 @@ impl WeightLayout {
             Self::Espnet => linear("espnet", ["linear_q", "linear_k", "linear_v", "linear_out"]),
             Self::Mlx => linear("mlx", ["query_proj", "key_proj", "value_proj", "out_proj"]),
             Self::Torchtune => linear("torchtune", ["q_proj", "k_proj", "v_proj", "output_proj"]),
+            Self::Kimi => linear("kimi", ["q_proj", "k_proj", "v_proj", "proj"]),
+            Self::QwenOmni => linear("qwen-omni", ["q", "k", "v", "proj"]),
+            Self::Pix2Struct => linear("pix2struct", ["query", "key", "value", "output"]),
             Self::Flax | Self::Keras | Self::KerasH5 | Self::Dense(_) | Self::InOut(_) => return None,
             Self::Raw(..) | Self::StackedHeads(..) | Self::Torch | Self::Conv1d | Self::Packed(..) => return None,
         };

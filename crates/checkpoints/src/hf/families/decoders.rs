@@ -1,7 +1,7 @@
 //! Decoders of text.
 
 use super::{Bias, Family, Heads, Mask, Number, Scale};
-use super::{DECODER, HIDDEN, LLAMA, MODEL, MODERNBERT_ROPE, MODERNBERT_WINDOWED_ROPE, PATTERN, QKV_PROJ, WQKV};
+use super::{DECODER, LLAMA, MODEL, MODERNBERT_ROPE, MODERNBERT_WINDOWED_ROPE, PATTERN, QKV_PROJ, WQKV};
 use super::{layer_norm, rms_per_head};
 use crate::hf::latent::Latent;
 use crate::hf::layer_kinds;
@@ -54,6 +54,9 @@ pub(super) const ROWS: &[Family] = &[
     LLAMA.of("arcee").sizes([32, 2560, 32]).rope(rope(10_000.0, 4096)),
     LLAMA.of("aria_text"),
     LLAMA.of("bitnet").sizes([30, 2560, 20]).kv_heads(5).rope(rope(500_000.0, 2048)).rules(&[rules::rms_of_output]),
+    DECODER.of("blt_global_transformer").sizes([25, 2048, 16]).head_dim_follows(true)
+        .below(&["model.global_transformer.", "global_transformer.", ""]).dropout(Number("dropout", 0.0))
+        .rope(rope(500_000.0, 4096).interleaved()),
     LLAMA.of("chameleon").kv_heads(32).head_dim_follows(true).rope(rope(10_000.0, 4096))
         .qk_norm(layer_norm(QkNormKind::Layer, QkNormScope::PerHeadWeights)),
     COHERE,
@@ -77,6 +80,10 @@ pub(super) const ROWS: &[Family] = &[
     // Each layer has a state space model too.
     LLAMA.of("falcon_h1").kv_heads(8).rope(rope(10_000.0, 8192))
         .scale(Scale::UsualTimes(Number("key_multiplier", 1.0))),
+    // Layers without a window have no positions.
+    LLAMA.of("flint").sizes([49, 2048, 32]).grouped(4, 128).rope(rope(10_000.0, 262_144).layers(Rotated::Windowed))
+        .qk_norm(rms_per_head(1e-6)).window(Window::By(windows::flint)).sinks(true)
+        .sinks_name("softmax_offset"),
     LLAMA.of("flex_olmo").qk_norm(rms_per_head(1e-6).scope(QkNormScope::Projection)).rope(rope(500_000.0, 4096)),
     GLM,
     GLM.of("glm4"),
@@ -133,6 +140,9 @@ pub(super) const ROWS: &[Family] = &[
     LLAMA.of("nemotron").sizes([32, 6144, 48]).rope(rope(10_000.0, 4096).partial(0.5)),
     LLAMA.of("olmo").rules(&[rules::clipped]),
     OLMO2,
+    DECODER.of("openai_privacy_filter").sizes([8, 640, 14]).grouped(2, 64).bias(Bias::AllIf("attention_bias", true))
+        .rope(rope(150_000.0, 131_072).interleaved().default_parameters(GPT_OSS_ROPE)).mask(Mask::Encoder)
+        .window(Window::All(Some(128))).sinks(true),
     // transformers before 5.13 writes one object for layers of all kinds.
     OLMO2.of("olmo3").rope(rope(500_000.0, 2048).one_for_all(true))
         .windowed_rope(rope(500_000.0, 2048).one_for_all(true)).window(Window::Layers(ButLastOf(4), Some(4096))),
@@ -317,84 +327,4 @@ pub(super) const GEMMAS: &[Family] = &[
     GEMMA4_UNIFIED.of("gemma4_unified").section("text_config").below(BELOW_IMAGES),
     GEMMA4_UNIFIED,
     GEMMA2.of("vaultgemma"),
-];
-
-const TRANSFORMER: &[&str] = &["transformer.", ""];
-const QUERY_KEY_VALUE: WeightLayout = WeightLayout::Packed(PackedNaming::QueryKeyValue, QkvOrder::ByHead);
-const C_ATTN: WeightLayout = WeightLayout::Packed(PackedNaming::CAttn, QkvOrder::ByHead);
-const CANARY_PREFIXES: &[&str] = &["model.decoder.", "decoder.", ""];
-const MUSICGEN_PREFIXES: &[&str] = &["decoder.model.decoder.", "model.decoder.", "decoder.", ""];
-/// GPT-2's names of sizes. The names of newer families are aliases.
-const GPT: Family = DECODER.names(["n_layer", "n_embd", "n_head"]).sizes([12, 768, 12]).heads(Heads::Equal)
-    .dropout(Number("attn_pdrop", 0.1)).bias(Bias::All);
-const GPT2: Family = GPT.of("gpt2").at(TRANSFORMER, "h.{}.attn", WeightLayout::Conv1d).rules(&[rules::gpt2_scale]);
-const MUSICGEN: Family = DECODER.of("musicgen_decoder").sizes([24, 1024, 16]).heads(Heads::Equal)
-    .at(MUSICGEN_PREFIXES, "layers.{}.self_attn", WeightLayout::Opt);
-
-const COHERE_ASR_PREFIXES: &[&str] = &["model.transf_decoder._decoder.", "transf_decoder._decoder."];
-/// Its decoder.
-const COHERE_ASR: Family = DECODER.of("cohere_asr").sizes([8, 1024, 8]).bias(Bias::AllIf("attention_bias", true))
-    .at(COHERE_ASR_PREFIXES, "layers.{}.first_sub_layer", WeightLayout::Nemo);
-
-const KOSMOS_2_5: Family = DECODER.of("kosmos_2_5_text_model").names(["layers", "embed_dim", "attention_heads"])
-    .sizes([24, 1536, 16]).heads(Heads::Equal).bias(Bias::All)
-    .at(&["text_model.model.", "model.", ""], "layers.{}.self_attn", WeightLayout::Opt);
-
-const CANARY: Family = DECODER.of("canary_decoder").sizes([8, 1024, 8]).below(CANARY_PREFIXES)
-    .bias(Bias::AllIf("attention_bias", true));
-
-/// Decoders whose names are their own, GPT-2's or OPT's, in alphabetical order.
-pub(super) const GPTS: &[Family] = &[
-    DECODER.of("biogpt").sizes([24, 1024, 16]).heads(Heads::Equal).bias(Bias::All)
-        .at(&["biogpt.", ""], "layers.{}.self_attn", WeightLayout::Opt)
-        .dropout(Number("attention_probs_dropout_prob", 0.1)),
-    DECODER.of("bloom").names(["n_layer", HIDDEN, "n_head"]).sizes([2, 64, 8]).aliases(&[("n_embed", HIDDEN)])
-        .at(TRANSFORMER, "h.{}.self_attention", QUERY_KEY_VALUE).heads(Heads::Equal).bias(Bias::All)
-        .rules(&[rules::alibi]),
-    CANARY.cross(&CANARY.at(CANARY_PREFIXES, "layers.{}.encoder_attn", WeightLayout::Canonical).mask(Mask::Encoder)),
-    COHERE_ASR.cross(
-        &COHERE_ASR.at(COHERE_ASR_PREFIXES, "layers.{}.second_sub_layer", WeightLayout::Nemo).mask(Mask::Encoder),
-    ),
-    GPT.of("ctrl").sizes([48, 1280, 16]).dropout(Number("attention_dropout", 0.0))
-        .at(TRANSFORMER, "h.{}.multi_head_attention", WeightLayout::Ctrl),
-    GPT2.of("decision_transformer").names(["n_layer", HIDDEN, "n_head"]).sizes([3, 128, 1])
-        .at(&["encoder.", ""], "h.{}.attn", WeightLayout::Conv1d),
-    DECODER.of("falcon").sizes([32, 4544, 71]).aliases(&[("n_embed", HIDDEN)])
-        .at(TRANSFORMER, "h.{}.self_attention", QUERY_KEY_VALUE).heads(Heads::By(rules::falcon_key_heads))
-        .head_dim_follows(true).bias(Bias::AllIf("bias", false))
-        .rope(rope(10_000.0, 2048).layers(Rotated::If(rules::has_no_alibi))).rules(&[rules::alibi_if_flag]),
-    GPT2,
-    GPT.of("gpt_bigcode").at(TRANSFORMER, "h.{}.attn", C_ATTN).heads(Heads::By(rules::bigcode_key_heads))
-        .rules(&[rules::bigcode_scale]),
-    DECODER.of("gpt_neo").names(["num_layers", HIDDEN, "num_heads"]).sizes([24, 2048, 16]).heads(Heads::Equal)
-        .at(TRANSFORMER, "h.{}.attn.attention", WeightLayout::Opt).window(Window::By(windows::gpt_neo)).bias(Bias::Out)
-        .scale(Scale::Fixed(1.0)),
-    DECODER.of("gpt_neox").sizes([44, 6144, 64]).heads(Heads::Equal)
-        .at(&["gpt_neox.", ""], "layers.{}.attention", QUERY_KEY_VALUE).bias(Bias::AllIf("attention_bias", true))
-        .rope(rope(10_000.0, 2048).theta(Number("rotary_emb_base", 10_000.0)).part(Number("rotary_pct", 0.25))),
-    GPT.of("gptj").sizes([28, 4096, 16]).at(TRANSFORMER, "h.{}.attn", WeightLayout::Opt).bias(Bias::None)
-        .dropout(Number("attn_pdrop", 0.0)).rules(&[rules::gptj_rotary]),
-    DECODER.of("gpt_neox_japanese").sizes([32, 2560, 32]).heads(Heads::Equal)
-        .at(&["gpt_neox_japanese.", ""], "layers.{}.attention", QUERY_KEY_VALUE)
-        .dropout(Number("attention_dropout", 0.1))
-        .rope(rope(10_000.0, 2048).theta(Number("rotary_emb_base", 10_000.0)).part(Number("rotary_pct", 1.0))),
-    GPT2.of("imagegpt").sizes([24, 512, 8]),
-    KOSMOS_2_5.of("kosmos_2_text_model").sizes([24, 2048, 32]).dropout(Number("attention_dropout", 0.1))
-        .rules(&[rules::layer_norm_of_output]),
-    KOSMOS_2_5,
-    DECODER.of("mpt").names(["n_layers", "d_model", "n_heads"]).sizes([24, 2048, 16])
-        .at(TRANSFORMER, "blocks.{}.attn", WQKV).heads(Heads::Equal).only(&[("no_bias", "true")]).rules(&[rules::mpt]),
-    MUSICGEN.cross(&MUSICGEN.at(MUSICGEN_PREFIXES, "layers.{}.encoder_attn", WeightLayout::Opt).mask(Mask::Encoder)),
-    MUSICGEN.of("musicgen_melody_decoder"),
-    GPT.of("openai-gpt").at(TRANSFORMER, "h.{}.attn", WeightLayout::Conv1d),
-    DECODER.of("opt").sizes([12, 768, 12]).heads(Heads::Equal)
-        .at(MODEL, "decoder.layers.{}.self_attn", WeightLayout::Opt).bias(Bias::AllIf("enable_bias", true)),
-    DECODER.of("persimmon").sizes([36, 4096, 64]).heads(Heads::Equal).bias(Bias::All)
-        .at(MODEL, "layers.{}.self_attn", QUERY_KEY_VALUE).rope(rope(10_000.0, 16_384).partial(0.5))
-        .qk_norm(layer_norm(QkNormKind::Layer, QkNormScope::PerHead)).only(&[("qk_layernorm", "true")]),
-    DECODER.of("phi").sizes([24, 2048, 32]).bias(Bias::All).at(MODEL, "layers.{}.self_attn", WeightLayout::Phi)
-        .rope(rope(10_000.0, 2048).partial(0.5))
-        .qk_norm(layer_norm(QkNormKind::Layer, QkNormScope::PerHead).flag("qk_layernorm")),
-    DECODER.of("xglm").names(["num_layers", "d_model", "attention_heads"]).sizes([24, 1024, 16]).heads(Heads::Equal)
-        .bias(Bias::All).at(MODEL, "layers.{}.self_attn", WeightLayout::Opt).dropout(Number("attention_dropout", 0.1)),
 ];

@@ -76,6 +76,9 @@ pub(super) const ROWS: &[Family] = &[
     ENCODER.of("jina_embeddings_v3").sizes([24, 1024, 16]).at(&["roberta.", ""], "encoder.layers.{}.mixer", WQKV)
         .or_at(&["roberta.", ""], "layers.{}.self_attn", WeightLayout::Canonical)
         .dropout(Number("attention_probs_dropout_prob", 0.1)).rope(rope(20_000.0, 8194)),
+    // Of weights that are not quantised.
+    BERT.of("ibert").below(&["ibert.", ""]).mask(Mask::Encoder)
+        .only(&[("position_embedding_type", "\"absolute\""), ("quant_mode", "false")]),
     BERT.of("layoutlm").below(&["layoutlm.", ""]),
     BERT.of("markuplm").below(&["markuplm.", ""]),
     BERT.of("megatron-bert").sizes([24, 1024, 16]),

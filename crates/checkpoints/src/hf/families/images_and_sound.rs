@@ -1,19 +1,17 @@
-//! Encoders of images and sound, and of texts in the same models; and models with rotary positions on several axes.
+//! Encoders of images and sound, and of texts in the same models.
 
-use super::{DECODER, ENCODER, HEADS, HIDDEN, LAYERS, LLAMA, QKV, TEXT_MODEL, rms_per_head};
-use super::{Bias, Family, Mask, Number, Scale};
+use super::{Bias, Family, Heads, Mask, Number, Scale};
+use super::{ENCODER, HEADS, HIDDEN, LAYERS, QKV, TEXT_MODEL};
 use crate::hf::fields::Aliases;
-use crate::hf::linear::Linear;
 use crate::hf::positions::{Cosine, Positions};
-use crate::hf::rope::{Axes, Rope, rope};
-use crate::hf::rules::{self, GATE_IN_QUERY};
-use crate::hf::windows::{Stages, Window};
-use candle_attention_modules::norm::QkNormKind;
-use candle_attention_core::{RopeAxisLayout, WeightLayout};
+use crate::hf::rope::rope;
+use crate::hf::rules;
+use crate::hf::windows::{self, Stages, Window};
+use candle_attention_core::WeightLayout;
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
 
 /// The images of a model of texts and images, by themselves, and below a model of text.
-const IMAGES: &[&str] = &[
+pub(super) const IMAGES: &[&str] = &[
     "vision_model.",
     "",
     "vision_tower.vision_model.",
@@ -29,7 +27,7 @@ const BLOCKS: &str = "encoder.layer.{}.attention";
 const VIT: Family = ENCODER.of("vit").at(&["vit.", ""], BLOCKS, WeightLayout::Vit)
     .dropout(Number("attention_probs_dropout_prob", 0.0)).bias(Bias::OutAndQkvIf("qkv_bias", true));
 /// The encoder of CLIP's images, and of most models after it.
-const CLIP_IMAGES: Family = ENCODER.of("clip_vision_model")
+pub(super) const CLIP_IMAGES: Family = ENCODER.of("clip_vision_model")
     .at(IMAGES, "encoder.layers.{}.self_attn", WeightLayout::Opt);
 const CLIP_TEXTS: Family = ENCODER.of("clip_text_model").sizes([12, 512, 8])
     .at(TEXT_MODEL, "encoder.layers.{}.self_attn", WeightLayout::Opt).mask(Mask::Causal);
@@ -39,11 +37,16 @@ const BLIP_2: Family = ENCODER.of("blip_2_vision_model").sizes([39, 1408, 16])
 const WAV2VEC2: Family = ENCODER.of("wav2vec2")
     .at(&["wav2vec2.", ""], "encoder.layers.{}.attention", WeightLayout::Opt).dropout(Number("attention_dropout", 0.1));
 /// Whisper's encoder inside of another model.
-const WHISPER: Family = ENCODER.sizes([32, 1280, 20]).at(AUDIO, "layers.{}.self_attn", WeightLayout::Opt)
+pub(super) const WHISPER: Family = ENCODER.sizes([32, 1280, 20]).at(AUDIO, "layers.{}.self_attn", WeightLayout::Opt)
     .bias(Bias::AllButKey);
 
 const VOXTRAL_ALIASES: Aliases = &[("d_model", HIDDEN), ("encoder_layers", LAYERS), ("encoder_attention_heads", HEADS)];
-const AUDIO: &[&str] = &["audio_tower.", "", "model.audio_tower."];
+pub(super) const AUDIO: &[&str] = &["audio_tower.", "", "model.audio_tower."];
+/// The images of Kosmos 2.5, and without a scale the images of Pix2Struct.
+const KOSMOS_2_5_IMAGES: Family = ENCODER.of("kosmos_2_5_vision_model").sizes([18, 1536, 24]).bias(Bias::None)
+    .heads(Heads::Grouped(None, Some(64)))
+    .at(&["vision_model.encoder.", "encoder.encoder.", "encoder."], "layer.{}.attention", WeightLayout::Pix2Struct);
+const QWEN_AUDIO: &[&str] = &["audio_tower.", "thinker.audio_tower.", "model.audio_tower.", ""];
 const BEIT: Family = VIT.of("beit").below(&["beit.", ""]).bias(Bias::AllButKey)
     .only(&[("use_relative_position_bias", "false"), ("use_shared_relative_position_bias", "false")]);
 const QFORMER_PREFIXES: &[&str] = &["qformer.", "model.qformer.", ""];
@@ -77,6 +80,8 @@ pub(super) const ROWS: &[Family] = &[
     CLIP_IMAGES.of("clipseg_vision_model"),
     WAV2VEC2.of("data2vec-audio").below(&["data2vec_audio.", ""]),
     BEIT.of("data2vec-vision").below(&["data2vec_vision.", ""]),
+    ENCODER.of("cosmos3_edge_vision").sizes([27, 1152, 16])
+        .at(&["model.visual.", "visual.", ""], "encoder.layers.{}.self_attn", WeightLayout::Opt),
     VIT.of("deit").below(&["deit.", ""]),
     ENCODER.of("dia_encoder").sizes([12, 1024, 16]).grouped(16, 128).bias(Bias::None)
         .at(&["model.encoder.", "encoder.", ""], "layers.{}.self_attention", WeightLayout::Canonical)
@@ -88,10 +93,14 @@ pub(super) const ROWS: &[Family] = &[
     VIT.of("flava_multimodal_model").sizes([6, 768, 12]).below(&["flava.multimodal_model.", "multimodal_model.", ""]),
     VIT.of("flava_text_model").below(&["flava.text_model.", "text_model.", ""]),
     CLIP_IMAGES.of("git_vision_model").below(&["git.image_encoder.vision_model.", "vision_model.", ""]),
+    ENCODER.of("glm_image_vision").names(["depth", "hidden_size", "num_heads"]).sizes([40, 1536, 16])
+        .at(&["model.visual.", "visual.", ""], "blocks.{}.attn", QKV).bias(Bias::AllIf("attention_bias", true)),
     WHISPER.of("glmasr_encoder").kv_heads(20).at(AUDIO, "layers.{}.self_attn", WeightLayout::Canonical)
         .rope(rope(10_000.0, 1500).partial(0.5)),
     CLIP_IMAGES.of("granite_docling_vision"),
     CLIP_TEXTS.of("groupvit_text_model").sizes([12, 256, 4]),
+    ENCODER.of("hunyuan_vl_vision").sizes([27, 1152, 16])
+        .at(&["model.vision_tower.", "model.visual.", "vit.", ""], "layers.{}.self_attn", WeightLayout::Canonical),
     WAV2VEC2.of("hubert").below(&["hubert.", ""]),
     CLIP_IMAGES.of("idefics2_vision"),
     CLIP_IMAGES.of("idefics3_vision").sizes([12, 1152, 16]),
@@ -106,32 +115,51 @@ pub(super) const ROWS: &[Family] = &[
     ENCODER.of("janus_vision_model").sizes([24, 1024, 16])
         .at(IMAGES, "encoder.layers.{}.self_attn", WeightLayout::InternVl)
         .bias(Bias::OutAndQkvIf("attention_bias", true)).only(&[("use_qk_norm", "false")]),
+    KOSMOS_2_5_IMAGES,
     CLIP_IMAGES.of("kosmos_2_vision_model").sizes([24, 1024, 16]).below(&["vision_model.model.", "model.", ""]),
     ENCODER.of("lasr_encoder").sizes([17, 512, 8]).bias(Bias::AllIf("attention_bias", false)).below(&["encoder.", ""])
         .dropout(Number("attention_dropout", 0.1)).rope(rope(10_000.0, 10_000)),
     ENCODER.of("mimi_encoder").sizes([8, 512, 8]).grouped(8, 64).below(&["encoder_transformer.", ""])
         .bias(Bias::AllIf("attention_bias", false)).rope(rope(10_000.0, 8000)).window(Window::All(Some(250)))
         .mask(Mask::Causal),
+    CLIP_IMAGES.of("minicpm_ocr_vision"),
+    CLIP_IMAGES.of("minicpmv4_6_vision"),
+    CLIP_IMAGES.of("minicpmv4_7_vision"),
     CLIP_TEXTS.of("metaclip_2_text_model"),
     CLIP_IMAGES.of("metaclip_2_vision_model"),
     ENCODER.of("mgp-str").at(&["mgp_str.", ""], "encoder.blocks.{}.attn", QKV)
         .bias(Bias::OutAndQkvIf("qkv_bias", true)).dropout(Number("attn_drop_rate", 0.0)),
+    ENCODER.of("moonshine_streaming_encoder").sizes([6, 320, 8]).kv_heads(8)
+        .at(&["model.encoder.", "encoder.", ""], "layers.{}.self_attn", WeightLayout::Canonical)
+        .bias(Bias::AllIf("attention_bias", false)).rules(&[rules::moonshine_windows]),
     WHISPER.of("moss_transcribe_diarize_audio").sizes([24, 1024, 16]).aliases(VOXTRAL_ALIASES),
+    ENCODER.of("molmo2_vision").sizes([25, 1152, 16]).grouped(16, 72).bias(Bias::AllIf("attention_bias", true))
+        .at(&["model.vision_backbone.image_vit.", "vision_backbone.image_vit.", "image_vit.", ""], "layers.{}.self_attn",
+            WeightLayout::Canonical),
     CLIP_TEXTS.of("owlv2_text_model"),
     CLIP_IMAGES.of("owlv2_vision_model"),
     CLIP_TEXTS.of("owlvit_text_model"),
     CLIP_IMAGES.of("owlvit_vision_model"),
     CLIP_IMAGES.of("phi4_multimodal_vision").sizes([27, 1152, 16])
         .below(&["model.embed_tokens_extend.image_embed.img_processor.", ""]),
+    KOSMOS_2_5_IMAGES.of("pix2struct_vision_model").sizes([12, 768, 12]).heads(Heads::Equal)
+        .scale(Scale::Fixed(1.0)).dropout(Number("attention_dropout", 0.0)).rules(&[rules::t5_heads]),
     VIT.of("pixio").sizes([32, 1280, 16]).below(&["pixio.", ""]),
     ENCODER.of("qianfan_ocr_vision").sizes([24, 1024, 16]).at(IMAGES, "layers.{}.attention", WeightLayout::InternVl)
         .bias(Bias::OutAndQkvIf("attention_bias", true)).only(&[("use_qk_norm", "false")]),
+    WHISPER.of("qwen2_5_omni_audio_encoder").aliases(VOXTRAL_ALIASES).below(QWEN_AUDIO),
     WHISPER.of("qwen2_audio_encoder").names(["encoder_layers", "d_model", "encoder_attention_heads"]),
+    WHISPER.of("qwen3_asr_encoder").sizes([24, 1024, 16]).aliases(VOXTRAL_ALIASES).below(QWEN_AUDIO).bias(Bias::All),
+    WHISPER.of("qwen3_omni_moe_audio_encoder").aliases(VOXTRAL_ALIASES).below(QWEN_AUDIO).bias(Bias::All),
     ENCODER.of("radio").sizes([32, 1280, 16]).at(&["radio_model.model.", ""], "blocks.{}.attn", QKV)
         .dropout(Number("attention_probs_dropout_prob", 0.0)).bias(Bias::OutAndQkvIf("qkv_bias", true)),
     // The names since transformers 5.18, and those before.
     VIT.of("rf_detr_dinov2").at(&[""], "encoder.layer.{}.attention", WeightLayout::Canonical)
         .or_at(&[""], BLOCKS, WeightLayout::Vit),
+    // The first layer and the last are convolutions.
+    SIGLIP_TEXTS.of("sam3_lite_text_text_model").sizes([12, 512, 8])
+        .at(&["text_encoder.", "detector_model.text_encoder.", ""], "layers.{}.self_attn", WeightLayout::Opt)
+        .window(Window::By(windows::between_convolutions)),
     WAV2VEC2.of("sew").below(&["sew.", ""]),
     SIGLIP_TEXTS.of("siglip2_text_model"),
     CLIP_IMAGES.of("siglip2_vision_model"),
@@ -223,98 +251,4 @@ pub(super) const IN_STAGES: &[Family] = &[
         .positions(Positions::Cosine(Cosine { image: 64, patch: 1, window: 8, stages: None })),
     SWIN.of("swinv2").at(&["swinv2.", ""], SWIN_BLOCKS, WeightLayout::Bert)
         .positions(Positions::Cosine(Cosine { image: 224, patch: 4, window: 7, stages: Some(STAGES) })),
-];
-
-/// Sets the axes time, height and width, one section after the other.
-const fn qwen2_vl(rope: Rope) -> Rope {
-    rope.axes(Axes(RopeAxisLayout::Sections, &[16, 24, 24]))
-}
-
-/// Sets the axes time, height and width, interleaved.
-const fn qwen3_vl(rope: Rope) -> Rope {
-    rope.axes(Axes(RopeAxisLayout::Interleaved, &[24, 20, 20]))
-}
-
-const fn glm4v(rope: Rope) -> Rope {
-    rope.axes(Axes(RopeAxisLayout::Sections, &[8, 12, 12]))
-}
-
-/// Rows and columns of an image, for halves of each head.
-const fn image(theta: f64) -> Rope {
-    rope(theta, 1).axes(Axes(RopeAxisLayout::Axial, &[]))
-}
-
-const PIXTRAL: &[&str] = &["vision_tower.", "", "model.vision_tower.", "vision_encoder."];
-const SAM3: &[&str] = &["detector_model.vision_encoder.backbone.", "vision_encoder.backbone.", "backbone.", ""];
-
-const VISUAL: &[&str] = &["model.visual.", "visual.", "", "thinker.visual."];
-
-const QWEN2_VL: Family = DECODER.of("qwen2_vl_text").sizes([80, 8192, 64]).kv_heads(8).head_dim_follows(true)
-    .bias(Bias::Qkv).rope(qwen2_vl(rope(1e6, 32_768))).window(Window::From(80));
-const QWEN3_VL: Family = LLAMA.of("qwen3_vl_text").sizes([32, 4096, 32]).grouped(32, 128)
-    .rope(qwen3_vl(rope(500_000.0, 128_000))).qk_norm(rms_per_head(1e-6));
-const QWEN3_5: Family = QWEN3_VL.of("qwen3_5_text").sizes([32, 4096, 16]).grouped(4, 256)
-    .rope(rope(10_000.0, 32_768).partial(0.25).axes(Axes(RopeAxisLayout::Interleaved, &[11, 11, 10])))
-    .qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsPlusOne)).linear(Linear::QWEN3_5)
-    .gate(GATE_IN_QUERY);
-const QWEN3_5_MOE: Family = QWEN3_5.of("qwen3_5_moe_text").sizes([40, 2048, 16]).grouped(2, 256);
-const GLM4V: Family = DECODER.of("glm4v_text").sizes([40, 4096, 32]).kv_heads(2).head_dim_follows(true).bias(Bias::Qkv)
-    .rope(glm4v(rope(10_000.0, 32_768).partial(1.0).interleaved()));
-const QWEN3_VL_IMAGES: Family = ENCODER.of("qwen3_vl_vision").sizes([27, 1152, 16])
-    .names(["depth", "hidden_size", "num_heads"]).at(VISUAL, "blocks.{}.attn", QKV)
-    .dropout(Number("attention_dropout", 0.0)).rope(image(10_000.0));
-const GLM4V_IMAGES: Family = QWEN3_VL_IMAGES.of("glm4v_vision").sizes([24, 1536, 12])
-    .bias(Bias::QkvIf("attention_bias", false));
-const GLM_OCR_IMAGES: Family = GLM4V_IMAGES.of("glm_ocr_vision").sizes([24, 1024, 16])
-    .bias(Bias::AllIf("attention_bias", true)).qk_norm(rms_per_head(1e-5));
-
-/// Rotary positions on several axes: decoders of text in models of images and videos, and encoders of images.
-pub(super) const ON_AXES: &[Family] = &[
-    QWEN3_VL_IMAGES.of("cohere_compass_vision"),
-    Family { qk_norm: None, ..QWEN3_VL }.of("cosmos3_edge_text").sizes([28, 2048, 16]).grouped(8, 128)
-        .rope(qwen3_vl(rope(1e8, 131_072))),
-    // As published, and as transformers 5 saves it.
-    ENCODER.of("dinov3_vit").sizes([12, 384, 6])
-        .at(&["dinov3_vit.", "", "model."], "layer.{}.attention", WeightLayout::Canonical)
-        .or_at(&["dinov3_vit.model.", "dinov3_vit.", ""], "model.layer.{}.attention", WeightLayout::Canonical)
-        .rope(image(100.0))
-        .bias(Bias::Each(&[("query_bias", true), ("key_bias", false), ("value_bias", true), ("proj_bias", true)])),
-    GLM4V.of("glm4v_moe_text").sizes([46, 4096, 96]).kv_heads(8).head_dim_follows(false)
-        .bias(Bias::QkvIf("attention_bias", true)).rope(glm4v(rope(10_000.0, 65_536).partial(0.5))),
-    GLM4V,
-    GLM4V_IMAGES.of("glm4v_moe_vision"),
-    GLM4V_IMAGES,
-    GLM_OCR_IMAGES,
-    GLM_OCR_IMAGES.of("glm5_next_vision"),
-    GLM4V.of("glm_image_text").bias(Bias::QkvIf("attention_bias", true))
-        .rope(glm4v(rope(10_000.0, 131_072).partial(1.0))),
-    GLM4V.of("glm_ocr_text").sizes([16, 1024, 16]).kv_heads(8).head_dim_follows(false).bias(Bias::None),
-    QWEN2_VL.of("paddleocr_vl_text").sizes([18, 1024, 16]).grouped(2, 128).head_dim_follows(false)
-        .bias(Bias::AllIf("use_bias", false)).rope(qwen2_vl(rope(500_000.0, 131_072))).window(Window::None),
-    ENCODER.of("pixtral").sizes([24, 1024, 16]).bias(Bias::None)
-        .at(PIXTRAL, "transformer.layers.{}.attention", WeightLayout::Canonical)
-        .rope(rope(10_000.0, 1).axes(Axes(RopeAxisLayout::AxialInterleaved, &[]))),
-    QWEN2_VL.of("qwen2_5_omni_text").sizes([28, 3584, 28]).kv_heads(4).below(&["thinker.model.", "model.", ""])
-        .window(Window::From(28)),
-    // As published, the config of the model has the fields of the text.
-    QWEN2_VL.of("qwen2_5_vl").section("text_config"),
-    QWEN2_VL.of("qwen2_5_vl_text"),
-    QWEN2_VL.of("qwen2_vl").section("text_config"),
-    QWEN2_VL,
-    QWEN3_5.of("qwen3_5").section("text_config"),
-    QWEN3_5_MOE.of("qwen3_5_moe").section("text_config"),
-    QWEN3_5_MOE,
-    QWEN3_VL_IMAGES.of("qwen3_5_moe_vision"),
-    QWEN3_5,
-    QWEN3_VL_IMAGES.of("qwen3_5_vision"),
-    QWEN3_VL.of("qwen3_omni_moe_text").sizes([28, 2048, 28]).kv_heads(4).below(&["thinker.model.", "model.", ""])
-        .rope(qwen3_vl(rope(1e6, 32_768))),
-    QWEN3_VL_IMAGES.of("qwen3_omni_moe_vision_encoder"),
-    QWEN3_VL.of("qwen3_vl_moe_text").sizes([24, 2048, 16]).kv_heads(16),
-    QWEN3_VL_IMAGES.of("qwen3_vl_moe_vision"),
-    QWEN3_VL,
-    QWEN3_VL_IMAGES,
-    QWEN3_VL_IMAGES.of("qwen4_exp_vision"),
-    ENCODER.of("sam3_vit_model").sizes([32, 1024, 16]).at(SAM3, "layers.{}.attention", WeightLayout::Canonical)
-        .rope(rope(10_000.0, 1).axes(Axes(RopeAxisLayout::Axial, &[])).interleaved()),
 ];

@@ -7,7 +7,11 @@ mod decoders;
 #[rustfmt::skip]
 mod encoders;
 #[rustfmt::skip]
+mod gpts;
+#[rustfmt::skip]
 mod images_and_sound;
+#[rustfmt::skip]
+mod on_axes;
 
 use candle_core::Result;
 
@@ -45,12 +49,12 @@ pub(super) fn families() -> impl Iterator<Item = &'static Family> {
         decoders::LINEAR,
         decoders::LATENT,
         decoders::GEMMAS,
-        decoders::GPTS,
+        gpts::ROWS,
     ];
     let others = [
         encoders::ROWS,
         encoders::BY_DISTANCE,
-        images_and_sound::ON_AXES,
+        on_axes::ROWS,
         images_and_sound::ROWS,
         images_and_sound::IN_WINDOWS,
         images_and_sound::IN_STAGES,
@@ -118,6 +122,8 @@ columns! {
     /// Changes of the config that no other column describes, in this order.
     rules: &'static [Rule] = &[],
     [None unless set]
+    /// The name of the sinks in checkpoints, where it is not `sinks`.
+    sinks_name: &'static str,
     /// The field with the config of the text, in a model that has other parts too.
     section: &'static str,
     /// The stages of layers, if there are any. The default width is then that of the first stage.

@@ -26,6 +26,9 @@ pub enum RopeAxisLayout {
     /// The first section of pairs belongs to the first axis, and so on. The frequencies of one series for all pairs are
     /// assigned to the axes in turns (Pixtral).
     AxialInterleaved,
+    /// Pair i belongs to axis i mod A. The n pairs of an axis have the frequencies `base^(-i/n)` (the images of Kimi
+    /// K2.5). All axes have the same number of pairs.
+    AxialTurns,
 }
 
 /// Several axes on which tokens have positions: time, height and width of M-RoPE, rows and columns of an image. The
@@ -79,7 +82,7 @@ impl RopeAxes {
 
     /// Returns whether a token needs a position on each axis, since its angles follow from no single position.
     pub(crate) fn is_axial(&self) -> bool {
-        matches!(self.layout, RopeAxisLayout::Axial | RopeAxisLayout::AxialInterleaved)
+        matches!(self.layout, RopeAxisLayout::Axial | RopeAxisLayout::AxialInterleaved | RopeAxisLayout::AxialTurns)
     }
 
     /// Checks the numbers of pairs, whose sum is `pairs`.
@@ -95,6 +98,7 @@ impl RopeAxes {
         let fits = match layout {
             RopeAxisLayout::Interleaved => sections.iter().enumerate().skip(1).all(reaches),
             RopeAxisLayout::AxialInterleaved => sections.iter().enumerate().all(reaches),
+            RopeAxisLayout::AxialTurns => sections.iter().all(|&section| section == sections[0]),
             RopeAxisLayout::Sections | RopeAxisLayout::Axial => true,
         };
         if !fits {

@@ -157,6 +157,9 @@ impl RopeConfig {
                     }
                     RopeAxisLayout::Axial => Pair { axis, index: in_section, count: section },
                     RopeAxisLayout::AxialInterleaved => Pair { axis, index: in_section * sections.len() + axis, count },
+                    RopeAxisLayout::AxialTurns => {
+                        Pair { axis: n % sections.len(), index: n / sections.len(), count: section }
+                    }
                 });
             }
         }
