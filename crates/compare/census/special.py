@@ -32,6 +32,7 @@ CONFIGS = {
     "bailing_hybrid": {"head_dim": 12, "short_conv_kernel_size": 3, "num_mtp_layers": 0},
     "codegen": {"rotary_dim": 4, "n_head": 4, "n_embd": 32},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 0.7}, "n_heads": 6},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "embedding_gemma2_text": {"global_head_dim": 20},
@@ -113,6 +114,10 @@ CONFIGS = {
     "wav2vec2-conformer": {"vocab_size": 99},
     "xmod": {"default_language": "en_XX"},
     "yolos": {"image_size": [32, 32]},
+    "mimi": {"upsample_groups": 48},
+    "mimi_decoder": {"upsample_groups": 48},
+    "t5gemma2_text": {"dropout_rate": 0.0},
+    "vitpose_backbone": {"part_features": 8, "num_experts": 1},
 }
 
 CONFIGS |= towers.CONFIGS
@@ -189,7 +194,8 @@ def dinov3_positions(config):
 
 # Positions on axes if the inputs do not have them, (A, T), and the lengths of sequences that are packed in one row.
 MERGED = (
-    "cohere_compass_vision glm4v_moe_vision glm4v_vision glm5_next_vision glm_ocr_vision qwen3_5_moe_vision qwen3_5_vision"
+    "cohere_compass_vision glm4v_moe_vision glm4v_vision glm5_next_vision glm_ocr_vision"
+    " ernie4_5_vl_moe_vision qwen2_5_vl_vision qwen2_vl_vision qwen3_5_moe_vision qwen3_5_vision"
     " qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision"
 ).split()
 POSITIONS = {
@@ -218,6 +224,14 @@ INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | towers.INPUTS | {
         "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
         "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),
     },
+    "dia_decoder": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 7, config.num_channels)),
+        "encoder_hidden_states": torch.randn(2, 9, config.cross_hidden_size),
+    },
+    "kyutai_speech_to_text": lambda config: {
+        "inputs_embeds": torch.randn(2, 13, config.hidden_size), "attention_mask": in_a_window(config)["attention_mask"],
+    },
+    "mimi_decoder": lambda config: {"latents": torch.randn(2, config.hidden_size, 7)},
     "moshi": in_a_window,
     "musicgen_decoder": lambda config: {
         "input_ids": torch.randint(3, config.vocab_size, (2 * config.num_codebooks, 7)),
@@ -233,6 +247,11 @@ INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | towers.INPUTS | {
     "vilt": lambda config: {
         "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
         "pixel_values": torch.randn(2, 3, config.image_size, config.image_size),
+    },
+    "voxtral_realtime_text": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 13)),
+        "attention_mask": torch.ones(2, 13, dtype=torch.long),
+        "t_cond": torch.randn(1, 1, config.hidden_size),
     },
     "trocr": lambda config: {
         "input_ids": torch.randint(3, config.vocab_size, (2, 7)),

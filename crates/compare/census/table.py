@@ -64,8 +64,10 @@ def verdict(model_type, outcome, answers, is_known):
         cores = [] if "failed" in outcome or outcome.get("none") else own_cores(outcome, model_type)
         if "failed" in outcome:
             entry.verdict, entry.why = "unmade", outcome["failed"]
-            if outcome.get("classes"):
-                entry.verdict, entry.why = "unmade_attention", why(model_type, outcome["classes"])
+            if outcome.get("classes") or model_type in refused.missing():
+                entry.verdict, entry.why = "unmade_attention", why(model_type, outcome.get("classes", []))
+            elif model_type in refused.listed("NO_SOFTMAX"):
+                entry.verdict = "none"
         elif cores:
             entry.why = why(model_type, [core["class"] for core in cores])
         elif model_type in refused.missing():

@@ -159,7 +159,9 @@ def model_classes(config_class):
     ]
     classes += [candidate for candidate in own if config_of(candidate) is config_class and candidate not in classes]
     classes = classes or [candidate for candidate in own if made_with(candidate) is config_class]
-    return [found for found in classes if "PreTrained" not in found.__name__ and "Pretrained" not in found.__name__]
+    # The base classes of models, but not those that are models in spite of their names, as the images of Qwen2-VL.
+    is_base = lambda found: "PreTrained" in found.__name__ or found.__name__.endswith("PretrainedModel")
+    return [found for found in classes if not is_base(found) or "VisionTransformer" in found.__name__]
 
 
 def config_of(model_class):

@@ -25,7 +25,12 @@ def entries(page):
         pairs = re.findall(r"`([^`]+)`: `([^`]+)`", parts)
         found.append(Entry(name, "parts", parts=dict(pairs)))
     found += [Entry(name, "none") for name in NAMES.findall(section(page, "Without softmax attention"))]
-    found += [Entry(name, "unmade", why=why.replace("\\|", "|")) for name, why in rows(page, "Not made")]
+    missing, without = refused.missing(), refused.listed("NO_SOFTMAX")
+    for name, why in rows(page, "Not made"):
+        if name in missing:
+            found.append(Entry(name, "unmade_attention", why=missing[name]))
+        else:
+            found.append(Entry(name, "none" if name in without else "unmade", why=why.replace("\\|", "|")))
     for name, other in re.findall(r"`([^`]+)` of `([^`]+)`", page.partition("\nOther spellings")[2].partition("\n")[0]):
         found.append(Entry(name, "alias", why=other))
     return sorted(found, key=lambda entry: entry.model_type)

@@ -42,6 +42,17 @@ pub(super) fn falcon_key_heads(fields: &Fields, num_heads: usize) -> Result<usiz
     Ok(key_heads)
 }
 
+/// Reads the number of key heads of Dia's attention to its encoder.
+pub(super) fn dia_key_heads(fields: &Fields, _: usize) -> Result<usize> {
+    fields.get_or("cross_num_key_value_heads", 16)
+}
+
+/// Reads the widths of the heads and of the encoder's outputs of Dia's attention to its encoder.
+pub(super) fn dia_cross(fields: &Fields, cfg: Config) -> Result<Config> {
+    let width = fields.get_or("cross_hidden_size", 1024)?;
+    Ok(cfg.with_head_dim(fields.get_or("cross_head_dim", 128)?).with_kdim(width).with_vdim(width))
+}
+
 /// Reads the number of key heads of GPT BigCode: one for all query heads, or one for each.
 pub(super) fn bigcode_key_heads(fields: &Fields, num_heads: usize) -> Result<usize> {
     let key_heads = if fields.flag("multi_query", true)? { 1 } else { num_heads };
@@ -192,6 +203,18 @@ pub(super) fn moonshine_windows(fields: &Fields, cfg: Config) -> Result<Config> 
         return fields.fail("sliding_windows has a layer without earlier keys, expected at least the query's own");
     }
     Ok(cfg.with_local_window(before - 1, after.saturating_sub(1)))
+}
+
+/// Reads the windows of T5Gemma 2's encoder, half of which is on each side of the query. Of an even window one key more
+/// is after the query.
+pub(super) fn half_windows(_: &Fields, cfg: Config) -> Result<Config> {
+    Ok(match cfg.local_window() {
+        Some(window) => {
+            let width = window.left;
+            cfg.with_local_window(width.div_ceil(2).saturating_sub(1), width / 2)
+        }
+        None => cfg,
+    })
 }
 
 /// Refuses Phi-MoE's own kind of scaling of rotary positions.

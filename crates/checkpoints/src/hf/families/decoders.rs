@@ -48,6 +48,9 @@ const GRANITE_SWA: Family = GRANITE.of("granitemoe_swa").window(Window::Layers(B
 const LFM2: Family = DECODER.of("lfm2").sizes([32, 2560, 32]).kv_heads(8)
     .at(MODEL, "layers.{}.self_attn", WeightLayout::Opt).rope(rope(1e6, 128_000))
     .qk_norm(rms_per_head(1e-5).eps(Number("norm_eps", 1e-5))).window(Window::Layers(NoLayer, None));
+/// Kyutai's decoder of sound.
+const KYUTAI: Family = DECODER.of("kyutai_speech_to_text").sizes([48, 2048, 32])
+    .at(MODEL, "layers.{}.self_attn", WeightLayout::Moshi).rope(rope(10_000.0, 750)).window(Window::All(Some(375)));
 /// In alphabetical order.
 pub(super) const ROWS: &[Family] = &[
     LLAMA.of("apertus").rope(rope(12e6, 65_536).default_parameters(APERTUS_ROPE)).qk_norm(rms_per_head(1e-5)),
@@ -62,6 +65,7 @@ pub(super) const ROWS: &[Family] = &[
     COHERE,
     COHERE2,
     COHERE2.of("cohere2_moe").head_dim(128).head_dim_follows(false),
+    LLAMA.of("csm").sizes([16, 2048, 32]).kv_heads(8).below(&["backbone_model.", ""]).rope(rope(500_000.0, 2048)),
     LLAMA.of("csm_depth_decoder_model").sizes([4, 1024, 8]).kv_heads(2).below(&["model.", "depth_decoder.model.", ""])
         .rope(rope(500_000.0, 33)),
     DECODER.of("cwm").sizes([64, 6144, 48]).grouped(8, 128).rope(rope(1e6, 131_072).default_parameters(CWM_ROPE))
@@ -69,6 +73,7 @@ pub(super) const ROWS: &[Family] = &[
     DECODER.of("dbrx").names(["n_layers", "d_model", "n_heads"]).sizes([24, 2048, 16]).head_dim_follows(true)
         .at(&["transformer.", ""], "blocks.{}.norm_attn_norm.attn", WQKV).heads(Heads::By(rules::dbrx_key_heads))
         .rope(rope(10_000.0, 2048)).rules(&[rules::dbrx]),
+    LLAMA.of("deepseek_ocr2_text").head_dim_follows(true).below(&["model.language_model.", "language_model.", ""]),
     LLAMA.of("dots1").sizes([62, 4608, 32]).qk_norm(rms_per_head(1e-6)).window(Window::By(windows::dots)),
     LLAMA.of("emu3_text_model").kv_heads(8).bias(Bias::None)
         .below(&["model.", "text_model.model.", "model.text_model.", ""]).dropout(Number("attention_dropout", 0.1))
@@ -134,8 +139,9 @@ pub(super) const ROWS: &[Family] = &[
         .or_at(MODEL, "layers.{}.self_attn", ATT_PROJ).bias(Bias::QkvIf("attention_bias", false))
         .rope(rope(10_000.0, 36_864)).qk_norm(rms_per_head(1e-6)).only(&[("qk_norm_type", "\"qwen3\"")])
         .rules(&[rules::molmo_scaling]),
+    KYUTAI,
     // transformers 5 reads it for caches and forgets it in the mask of a prompt.
-    DECODER.of("moshi").at(&["model.", "decoder.model.", ""], "layers.{}.self_attn", WeightLayout::Moshi)
+    KYUTAI.of("moshi").sizes([32, 4096, 32]).at(&["model.", "decoder.model.", ""], "layers.{}.self_attn", WeightLayout::Moshi)
         .rope(rope(10_000.0, 3000)).window(Window::All(Some(3000))),
     LLAMA.of("nemotron").sizes([32, 6144, 48]).rope(rope(10_000.0, 4096).partial(0.5)),
     LLAMA.of("olmo").rules(&[rules::clipped]),
@@ -171,6 +177,7 @@ pub(super) const ROWS: &[Family] = &[
     DECODER.of("stablelm").sizes([32, 2560, 32]).kv_heads(32).head_dim_follows(true)
         .bias(Bias::QkvIf("use_qkv_bias", false)).rope(rope(10_000.0, 4096).partial(0.25))
         .qk_norm(layer_norm(QkNormKind::LayerNoBias, QkNormScope::PerHeadWeights).flag("qk_layernorm")),
+    MISTRAL.of("voxtral_realtime_text").below(&["language_model.model.", "model.language_model.", "model.", ""]),
     DECODER.of("starcoder2").sizes([30, 3072, 24]).kv_heads(2).bias(Bias::AllIf("use_bias", true))
         .rope(rope(10_000.0, 4096)).window(Window::All(None)),
 ];
@@ -308,6 +315,10 @@ const GEMMA4_UNIFIED: Family = GEMMA4.of("gemma4_unified_text").window(Window::N
 /// All layers project keys and values.
 const UNSHARED: Family = Family { kv_shared_layers: None, ..GEMMA4 };
 
+/// The texts of its encoder, which has windows on both sides.
+const T5GEMMA2: Family = GEMMA3_TEXT.of("t5gemma2_encoder").section("text_config").mask(Mask::Encoder)
+    .below(&["model.encoder.text_model.", "model.encoder.", "encoder.text_model.", "text_model.", ""])
+    .rules(&[rules::half_windows]).only(&[("attn_logit_softcapping", "null")]);
 /// In alphabetical order.
 pub(super) const GEMMAS: &[Family] = &[
     // Its encoder.
@@ -326,5 +337,7 @@ pub(super) const GEMMAS: &[Family] = &[
     GEMMA4,
     GEMMA4_UNIFIED.of("gemma4_unified").section("text_config").below(BELOW_IMAGES),
     GEMMA4_UNIFIED,
+    T5GEMMA2,
+    T5GEMMA2.of("t5gemma2_text"),
     GEMMA2.of("vaultgemma"),
 ];

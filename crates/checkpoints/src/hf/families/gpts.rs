@@ -1,6 +1,7 @@
 //! Decoders of text whose names are their own, GPT-2's or OPT's.
 
 use super::{Bias, DECODER, Family, HIDDEN, Heads, MODEL, Mask, Number, Scale, WQKV, layer_norm};
+use crate::hf::names::LAYERS;
 use crate::hf::rope::{Rotated, rope};
 use crate::hf::rules;
 use crate::hf::windows::{self, Window};
@@ -29,6 +30,16 @@ const KOSMOS_2_5: Family = DECODER.of("kosmos_2_5_text_model").names(["layers", 
     .sizes([24, 1536, 16]).heads(Heads::Equal).bias(Bias::All)
     .at(&["text_model.model.", "model.", ""], "layers.{}.self_attn", WeightLayout::Opt);
 
+const DIA_PREFIXES: &[&str] = &["model.decoder.", "decoder.", ""];
+const DIA: Family = DECODER.of("dia_decoder").sizes([18, 2048, 16]).grouped(4, 128)
+    .at(DIA_PREFIXES, "layers.{}.self_attention", WeightLayout::Canonical).rope(rope(10_000.0, 3072))
+    .scale(Scale::Fixed(1.0));
+/// It has its own numbers of heads.
+const DIA_CROSS: Family = DECODER.names([LAYERS, HIDDEN, "cross_num_attention_heads"]).sizes([18, 2048, 16])
+    .usual_names(false).heads(Heads::By(rules::dia_key_heads))
+    .at(DIA_PREFIXES, "layers.{}.cross_attention", WeightLayout::Canonical).mask(Mask::Encoder)
+    .scale(Scale::Fixed(1.0)).rules(&[rules::dia_cross]);
+
 const CANARY: Family = DECODER.of("canary_decoder").sizes([8, 1024, 8]).below(CANARY_PREFIXES)
     .bias(Bias::AllIf("attention_bias", true));
 
@@ -51,6 +62,7 @@ pub(super) const ROWS: &[Family] = &[
         .at(TRANSFORMER, "h.{}.multi_head_attention", WeightLayout::Ctrl),
     GPT2.of("decision_transformer").names(["n_layer", HIDDEN, "n_head"]).sizes([3, 128, 1])
         .at(&["encoder.", ""], "h.{}.attn", WeightLayout::Conv1d),
+    DIA.cross(&DIA_CROSS),
     DECODER.of("falcon").sizes([32, 4544, 71]).aliases(&[("n_embed", HIDDEN)])
         .at(TRANSFORMER, "h.{}.self_attention", QUERY_KEY_VALUE).heads(Heads::By(rules::falcon_key_heads))
         .head_dim_follows(true).bias(Bias::AllIf("bias", false))

@@ -55,6 +55,10 @@ const QFORMER_CROSS: Family = ENCODER.at(QFORMER_PREFIXES, "encoder.layer.{}.cro
 const QFORMER: Family = ENCODER.of("blip_2_qformer").at(QFORMER_PREFIXES, BLOCKS, WeightLayout::Vit)
     .dropout(Number("attention_probs_dropout_prob", 0.1)).cross(&QFORMER_CROSS);
 
+const MIMI: Family = ENCODER.of("mimi_encoder").sizes([8, 512, 8]).grouped(8, 64).below(&["encoder_transformer.", ""])
+        .bias(Bias::AllIf("attention_bias", false)).rope(rope(10_000.0, 8000)).window(Window::All(Some(250)))
+        .mask(Mask::Causal);
+
 /// As published, and as transformers 5 saves it.
 const VIT_MAE_DECODER: Family = VIT
     .names(["decoder_num_hidden_layers", "decoder_hidden_size", "decoder_num_attention_heads"]).usual_names(false)
@@ -119,9 +123,8 @@ pub(super) const ROWS: &[Family] = &[
     CLIP_IMAGES.of("kosmos_2_vision_model").sizes([24, 1024, 16]).below(&["vision_model.model.", "model.", ""]),
     ENCODER.of("lasr_encoder").sizes([17, 512, 8]).bias(Bias::AllIf("attention_bias", false)).below(&["encoder.", ""])
         .dropout(Number("attention_dropout", 0.1)).rope(rope(10_000.0, 10_000)),
-    ENCODER.of("mimi_encoder").sizes([8, 512, 8]).grouped(8, 64).below(&["encoder_transformer.", ""])
-        .bias(Bias::AllIf("attention_bias", false)).rope(rope(10_000.0, 8000)).window(Window::All(Some(250)))
-        .mask(Mask::Causal),
+    MIMI.of("mimi_decoder").below(&["decoder_transformer.", ""]),
+    MIMI,
     CLIP_IMAGES.of("minicpm_ocr_vision"),
     CLIP_IMAGES.of("minicpmv4_6_vision"),
     CLIP_IMAGES.of("minicpmv4_7_vision"),
@@ -183,6 +186,7 @@ pub(super) const ROWS: &[Family] = &[
     VIT,
     VIT.of("vit_mae").decoder(&VIT_MAE_DECODER).decoder_sizes([8, 512, 16]),
     VIT.of("vit_msn").below(&["vit.", ""]),
+    VIT.of("vitpose_backbone").below(&["backbone.", ""]),
     VIT.of("vivit").below(&["vivit.", ""]),
     WHISPER.of("voxtral_encoder").aliases(VOXTRAL_ALIASES),
     WHISPER.of("voxtral_realtime_encoder").sizes([32, 1280, 32]).aliases(VOXTRAL_ALIASES).head_dim(64)

@@ -74,6 +74,8 @@ pub(super) const ROWS: &[Family] = &[
         .rope(image(100.0))
         .bias(Bias::Each(&[("query_bias", true), ("key_bias", false), ("value_bias", true), ("proj_bias", true)])),
     QWEN3_VL_IMAGES.of("exaone4_5_vision").sizes([32, 3584, 16]).kv_heads(8).head_dim_follows(true),
+    QWEN3_VL_IMAGES.of("ernie4_5_vl_moe_vision").sizes([32, 1280, 16])
+        .at(&["model.vision_tower.", "vision_tower.", "model.visual.", "visual.", ""], "blocks.{}.attn", QKV),
     GLM4V.of("glm4v_moe_text").sizes([46, 4096, 96]).kv_heads(8).head_dim_follows(false)
         .bias(Bias::QkvIf("attention_bias", true)).rope(glm4v(rope(10_000.0, 65_536).partial(0.5))),
     GLM4V,
@@ -113,11 +115,15 @@ pub(super) const ROWS: &[Family] = &[
         .window(Window::From(28)),
     QWEN3_VL_IMAGES.of("qwen2_5_omni_vision_encoder").sizes([32, 3584, 16])
         .at(VISUAL, "blocks.{}.attn", WeightLayout::QwenOmni),
+    QWEN3_VL_IMAGES.of("qwen2_5_vl_vision").sizes([32, 3584, 16]),
     // As published, the config of the model has the fields of the text.
     QWEN2_VL.of("qwen2_5_vl").section("text_config"),
     QWEN2_VL.of("qwen2_5_vl_text"),
     QWEN2_VL.of("qwen2_vl").section("text_config"),
     QWEN2_VL,
+    // `hidden_size` is the width of the texts.
+    QWEN3_VL_IMAGES.of("qwen2_vl_vision").names(["depth", "embed_dim", "num_heads"]).usual_names(false)
+        .sizes([32, 1280, 16]),
     QWEN3_5.of("qwen3_5").section("text_config"),
     QWEN3_5_MOE.of("qwen3_5_moe").section("text_config"),
     QWEN3_5_MOE,
