@@ -434,7 +434,7 @@ CASES = {
         layers="encoder.layers",
         out_proj="self_attn.out_proj",
     ),
-    "hunyuan": decoder("hunyuan_v1_dense", ONE_LAYER, HEAD_DIM),
+    "hunyuan": decoder("hunyuan_v1_dense", ONE_LAYER, HEAD_DIM, rope(rope_type="dynamic", factor=1.0, alpha=50.0)),
     "exaone4": decoder("exaone4", HEAD_DIM, ALTERNATING),
     "olmoe": decoder("olmoe", ONE_LAYER, {"clip_qkv": 0.7, "num_experts": 2, "num_experts_per_tok": 1}),
     "granite_swa": decoder("granite_swa", ALTERNATING, {"attention_multiplier": 0.3}),

@@ -41,8 +41,18 @@ def find(model_types, data, answers, version):
     return found
 
 
-def keep(version, found):
+def keep(version, found, adds):
+    """Keeps what was found, beside what was found before if it `adds` model types."""
     kept = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+    if adds:
+        before = kept[version]
+        found = {
+            "equal": before["equal"] + found["equal"],
+            "changed": sorted({*before["changed"], *found["changed"]}),
+            "defaults": sorted({*before["defaults"], *found["defaults"]}),
+            "unmade": before["unmade"] | found["unmade"],
+            "wrong": before["wrong"] | found["wrong"],
+        }
     FOUND.write_text(json.dumps(kept | {version: found}, indent=1, sort_keys=True) + "\n")
 
 

@@ -3,7 +3,8 @@
 python crates/compare/census/run.py                    records what is not recorded yet, asks, writes docs/architectures.md
 python crates/compare/census/run.py --only bert vit    these model types, and writes nothing
 python crates/compare/census/run.py --again            records everything anew
-python crates/compare/census/run.py --update bert vit  records these anew, and writes what the page says of them
+python crates/compare/census/run.py --update bert vit  records these anew, and writes what the page says of them; with
+                                                       another version of transformers it adds new rows to its counts
 python crates/compare/census/run.py --linear           model types with linear attention, and writes its part of the page
 
 It takes PyTorch, transformers (tests/hf/requirements.txt has the versions), torchvision, timm, scipy, pillow and tqdm,
@@ -61,7 +62,8 @@ def main():
     known = table.known()
     version = transformers.__version__
     is_other = version != others.of_the_page()
-    model_types = sorted(arguments.only or arguments.update or (linear.known() if arguments.linear else CONFIG_MAPPING.keys()))
+    named = arguments.only or arguments.update
+    model_types = sorted(named or (linear.known() if arguments.linear else CONFIG_MAPPING.keys()))
     if is_other:
         model_types = [name for name in model_types if name in known]
     bar = tqdm(model_types, unit="model", disable=None)
@@ -79,7 +81,7 @@ def main():
         found = others.find(model_types, DATA, answers, version)
         print(json.dumps(found, indent=1))
         if not arguments.only:
-            others.keep(version, found)
+            others.keep(version, found, adds=bool(arguments.update))
             page.write_text(gguf_files.with_part(others.with_part(page.read_text())))
         return 1 if found["wrong"] else 0
     entries = table.judge(model_types, DATA, answers, known)

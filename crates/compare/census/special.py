@@ -114,7 +114,11 @@ CONFIGS = {
     "wav2vec2-conformer": {"vocab_size": 99},
     "xmod": {"default_language": "en_XX"},
     "yolos": {"image_size": [32, 32]},
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+    },
     "mimi": {"upsample_groups": 48},
+    "pocket_tts_audio_tokenizer_decoder": {"upsample_groups": 48},
     "mimi_decoder": {"upsample_groups": 48},
     "t5gemma2_text": {"dropout_rate": 0.0},
     "vitpose_backbone": {"part_features": 8, "num_experts": 1},
@@ -231,6 +235,10 @@ INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | towers.INPUTS | {
     "kyutai_speech_to_text": lambda config: {
         "inputs_embeds": torch.randn(2, 13, config.hidden_size), "attention_mask": in_a_window(config)["attention_mask"],
     },
+    "patchtst": lambda config: {
+        "past_values": torch.randn(2, config.context_length, config.num_input_channels),
+    },
+    "pocket_tts_audio_tokenizer_decoder": lambda config: {"latents": torch.randn(2, config.hidden_size, 7)},
     "mimi_decoder": lambda config: {"latents": torch.randn(2, config.hidden_size, 7)},
     "moshi": in_a_window,
     "musicgen_decoder": lambda config: {

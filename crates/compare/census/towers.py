@@ -166,6 +166,6 @@ CONFIGS = {
     "pix2struct_vision_model": {"patch_embed_hidden_size": 20, "d_kv": 8},
     "sam3_lite_text_text_model": {"num_hidden_layers": 4},
     "qwen2_5_omni_audio_encoder": {"n_window": 50, "max_source_positions": 64},
-    "qwen3_asr_encoder": {"downsample_hidden_size": 8, "max_position_embeddings": 13},
-    "qwen3_omni_moe_audio_encoder": {"downsample_hidden_size": 8, "max_source_positions": 64},
+    "qwen3_asr_encoder": {"n_window": 50, "downsample_hidden_size": 8, "max_position_embeddings": 13},
+    "qwen3_omni_moe_audio_encoder": {"n_window": 50, "downsample_hidden_size": 8, "max_source_positions": 64},
 }

@@ -30,6 +30,8 @@ columns! {
     one_for_all: bool = false,
     /// Whether `rope_scaling` of older configurations is for layers with a window too.
     shares_scaling: bool = false,
+    /// The change of the base that does not depend on the length of a call.
+    ntk: Ntk = Ntk::None,
     [None unless set]
     /// The part of each head that is rotated; unless set, whole heads are rotated.
     part: Number,
@@ -44,6 +46,16 @@ columns! {
 /// The layout of axes in a head, and the default of `mrope_section`. No sections mean equal ones.
 #[derive(Clone, Copy)]
 pub(super) struct Axes(pub RopeAxisLayout, pub &'static [usize]);
+
+/// "NTK" scaling by a base that is the same for every length.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Ntk {
+    None,
+    /// Hunyuan's: `alpha` of the kind "dynamic".
+    Alpha,
+    /// GTE's: `factor` of the kind "ntk".
+    Factor,
+}
 
 /// The layers that have rotary positions.
 #[derive(Clone, Copy)]
@@ -138,9 +150,12 @@ impl Rope {
             Some(part) => part,
             None => fields.optional(name)?.unwrap_or(default),
         };
-        let scaling = match given {
-            Some(given) => self.scaling(fields, given, part)?,
-            None => RopeScaling::None,
+        let (base, scaling) = match given {
+            Some(given) => match self.with_ntk(given, base, head_dim)? {
+                Some(scaled) => scaled,
+                None => (base, self.scaling(fields, given, part)?),
+            },
+            None => (base, RopeScaling::None),
         };
         let style = match self.interleaving_flag {
             Some(flag) if fields.flag(flag, true)? => RopeStyle::Interleaved,
@@ -160,11 +175,26 @@ impl Rope {
         Ok(rope.with_rotary_dim(rotary_dim as usize).with_scaling(scaling))
     }
 
+    /// Returns the base and the scaling of a family with a larger base for long contexts; `None` where the config has
+    /// none.
+    fn with_ntk(&self, given: &Fields, base: f64, head_dim: usize) -> Result<Option<(f64, RopeScaling)>> {
+        let width = head_dim as f64;
+        match (self.ntk, kind_of(given)?) {
+            (Ntk::Alpha, "dynamic") => {
+                let alpha = given.optional::<f64>("alpha")?.filter(|&alpha| alpha != 0.0);
+                Ok(alpha.map(|alpha| (base * alpha.powf(width / (width - 2.0)), RopeScaling::None)))
+            }
+            (Ntk::Factor, "ntk") => {
+                given.only("mixed_b", Value::Null)?;
+                let factor: f64 = given.required("factor")?;
+                Ok(Some((base * factor, RopeScaling::Linear { factor: factor.powf(2.0 / width) })))
+            }
+            _ => Ok(None),
+        }
+    }
+
     fn scaling(&self, fields: &Fields, given: &Fields, part: f64) -> Result<RopeScaling> {
-        let kind = match given.optional::<&str>("rope_type")? {
-            None => given.optional::<&str>("type")?.unwrap_or("default"),
-            Some(kind) => kind,
-        };
+        let kind = kind_of(given)?;
         let kind = match kind {
             "su" | "yarn" if self.long_rope_only => "longrope",
             // Positions on several axes, by their old and their new name.
@@ -198,6 +228,14 @@ impl Rope {
                 "rope_type is {kind:?}, expected one of: default, linear, dynamic, llama3, yarn, longrope, proportional"
             )),
         }
+    }
+}
+
+/// Reads the kind of scaling by its name in new configurations or in old ones.
+fn kind_of<'a>(given: &Fields<'a>) -> Result<&'a str> {
+    match given.optional("rope_type")? {
+        None => Ok(given.optional("type")?.unwrap_or("default")),
+        Some(kind) => Ok(kind),
     }
 }
 

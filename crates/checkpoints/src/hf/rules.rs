@@ -155,12 +155,17 @@ pub(super) fn bigcode_scale(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(if fields.flag("scale_attn_weights", true)? { cfg } else { cfg.with_scale(1.0) })
 }
 
-/// Sets Hunyuan's norms after rotary positions, and refuses a factor of their base that depends on the head.
-pub(super) fn norm_after_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
-    for name in ["rope_scaling", "rope_parameters"] {
-        fields.section(name)?.only("alpha", 0)?;
-    }
+/// Sets Hunyuan's norms after rotary positions.
+pub(super) fn norm_after_rotary(_: &Fields, cfg: Config) -> Result<Config> {
     Ok(cfg.with_norm_after_rope(true))
+}
+
+/// Reads `rotary_scaling_factor` of Nomic's published configurations: a base that grows with the length of a call.
+pub(super) fn nomic_scaling(fields: &Fields, cfg: Config) -> Result<Config> {
+    let factor = fields.optional::<f64>("rotary_scaling_factor")?.filter(|&factor| factor != 0.0);
+    let (Some(factor), Some(rope)) = (factor, cfg.rope().cloned()) else { return Ok(cfg) };
+    let original_context = fields.get_or("max_trained_positions", 2048)?;
+    Ok(cfg.with_rope(rope.with_scaling(RopeScaling::Dynamic { factor, original_context })))
 }
 
 /// Reads `rotary_dim` of GPT-J.

@@ -1,5 +1,6 @@
 //! Rules that rows of the table name, in models that `tests/hf` does not have.
 
+use candle_attention_core::RopeScaling;
 use serde_json::{Value, json};
 
 use super::{attention_config, cross_attention_config, decoder_attention_config};
@@ -101,4 +102,26 @@ fn rules_of_families_match_transformers() -> candle_core::Result<()> {
     let speech = json!({"model_type": "fastspeech2_conformer", "decoder_attention_dropout_rate": 0.5});
     assert_eq!(decoder_attention_config(&speech, 0)?.dropout(), 0.5);
     Ok(())
+}
+
+#[test]
+fn ntk_scaling_of_published_embedders_matches_definition() {
+    // GTE divides frequencies of a larger base once more.
+    let gte = json!({"model_type": "gte", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 20_000.0,
+        "rope_scaling": {"type": "ntk", "factor": 8.0}});
+    let cfg = attention_config(&gte, 0).expect("a config");
+    let rope = cfg.rope().expect("rotary positions");
+    let RopeScaling::Linear { factor } = rope.scaling() else { panic!("scaling is {:?}", rope.scaling()) };
+    for pair in 0..8 {
+        let expected = 1.0 / (20_000f64 * 8.0).powf(f64::from(pair) * 2.0 / 16.0) / 8f64.powf(2.0 / 16.0);
+        let found = rope.base().powf(-f64::from(pair) * 2.0 / 16.0) / factor;
+        assert!((found - expected).abs() <= 1e-12 * expected, "pair {pair}: {found} and {expected}");
+    }
+    // Nomic's own field is what transformers calls dynamic.
+    let own = json!({"model_type": "nomic_bert", "rotary_scaling_factor": 2, "max_trained_positions": 1024});
+    let theirs = json!({"model_type": "nomic_bert", "max_position_embeddings": 1024,
+        "rope_scaling": {"type": "dynamic", "factor": 2.0}});
+    let [own, theirs] = [own, theirs].map(|config| attention_config(&config, 0).expect("a config"));
+    assert_eq!(own.rope(), theirs.rope());
+    assert!(matches!(own.rope().expect("rotary positions").scaling(), RopeScaling::Dynamic { .. }));
 }

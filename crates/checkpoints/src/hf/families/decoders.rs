@@ -7,7 +7,7 @@ use crate::hf::latent::Latent;
 use crate::hf::layer_kinds;
 use crate::hf::linear::Linear;
 use crate::hf::names::{ModuleNames, at};
-use crate::hf::rope::{Rope, Rotated, rope};
+use crate::hf::rope::{Ntk, Rope, Rotated, rope};
 use crate::hf::rules::{self, GATE, GATE_IN_QUERY, GATE_OF_HEADS};
 use crate::hf::windows::{self, Pattern::*, Window};
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
@@ -40,7 +40,8 @@ const QWEN3: Family = QWEN2.of("qwen3").grouped(32, 128).bias(Bias::AllIf("atten
     .qk_norm(rms_per_head(1e-6));
 const EXAONE4: Family = DECODER.of("exaone4").rope(rope(10_000.0, 2048).layers(Rotated::WindowedIfAny))
     .qk_norm(rms_per_head(1e-5)).window(Window::By(windows::exaone));
-const HUNYUAN: Family = LLAMA.of("hunyuan_v1_dense").qk_norm(rms_per_head(1e-5)).rules(&[rules::norm_after_rotary]);
+const HUNYUAN: Family = LLAMA.of("hunyuan_v1_dense").rope(rope(10_000.0, 2048).ntk(Ntk::Alpha))
+    .qk_norm(rms_per_head(1e-5)).rules(&[rules::norm_after_rotary]);
 const ATT_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::AttProj, QkvOrder::ByPart);
 const ERNIE: Rope = rope(500_000.0, 131_072).interleaved();
 const GRANITE_SWA: Family = GRANITE.of("granitemoe_swa").window(Window::Layers(ButFirstOf(4), Some(128))).sinks(true);

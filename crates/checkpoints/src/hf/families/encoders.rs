@@ -6,7 +6,7 @@ use super::{MODERNBERT_WINDOWED_ROPE, QKV_PROJ, TEXT_MODEL, WQKV, layer_norm};
 use super::{Bias, Family, Heads, Mask, Number, Scale, SharedPlace};
 use crate::hf::fields::Aliases;
 use crate::hf::positions::{Deberta, Positions};
-use crate::hf::rope::{Rotated, rope};
+use crate::hf::rope::{Ntk, Rotated, rope};
 use crate::hf::rules;
 use crate::hf::windows::{self, Pattern::*, Window};
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
@@ -72,7 +72,7 @@ pub(super) const ROWS: &[Family] = &[
     XLM.of("flaubert"),
     ENCODER.of("gte").at(&["gte.", "new.", ""], BLOCKS, QKV_PROJ)
         .or_at(&["gte.", ""], "layers.{}.self_attn", WeightLayout::Canonical)
-        .dropout(Number("attention_probs_dropout_prob", 0.0)).rope(rope(160_000.0, 8192)),
+        .dropout(Number("attention_probs_dropout_prob", 0.0)).rope(rope(160_000.0, 8192).ntk(Ntk::Factor)),
     ENCODER.of("jina_embeddings_v3").sizes([24, 1024, 16]).at(&["roberta.", ""], "encoder.layers.{}.mixer", WQKV)
         .or_at(&["roberta.", ""], "layers.{}.self_attn", WeightLayout::Canonical)
         .dropout(Number("attention_probs_dropout_prob", 0.1)).rope(rope(20_000.0, 8194)),
@@ -98,9 +98,9 @@ pub(super) const ROWS: &[Family] = &[
         .bias(Bias::None).dropout(Number("attention_probs_dropout_prob", 0.0)).rope(rope(1000.0, 2048))
         .only(&[
             ("causal", "false"), ("qkv_proj_bias", "false"), ("rotary_emb_interleaved", "false"),
-            ("rotary_emb_fraction", "1"), ("rotary_emb_scale_base", "null"), ("rotary_scaling_factor", "null"),
+            ("rotary_emb_fraction", "1"), ("rotary_emb_scale_base", "null"),
         ])
-        .rules(&[rules::equal_heads]),
+        .rules(&[rules::equal_heads, rules::nomic_scaling]),
     BERT.of("rembert").sizes([32, 1152, 18]).below(&["rembert.", ""])
         .dropout(Number("attention_probs_dropout_prob", 0.0)),
     ROBERTA,

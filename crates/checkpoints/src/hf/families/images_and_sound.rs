@@ -147,7 +147,13 @@ pub(super) const ROWS: &[Family] = &[
         .below(&["model.embed_tokens_extend.image_embed.img_processor.", ""]),
     KOSMOS_2_5_IMAGES.of("pix2struct_vision_model").sizes([12, 768, 12]).heads(Heads::Equal)
         .scale(Scale::Fixed(1.0)).dropout(Number("attention_dropout", 0.0)).rules(&[rules::t5_heads]),
+    // Each variable is a row of a batch.
+    ENCODER.of("patchtst").names([LAYERS, "d_model", HEADS]).sizes([3, 128, 4]).bias(Bias::AllIf("bias", true))
+        .at(&["model.encoder.", "encoder."], "layers.{}.self_attn", WeightLayout::Opt)
+        .only(&[("channel_attention", "false")]),
     VIT.of("pixio").sizes([32, 1280, 16]).below(&["pixio.", ""]),
+    MIMI.of("pocket_tts_audio_tokenizer_decoder").sizes([2, 512, 8]).kv_heads(8).below(&["decoder_transformer.", ""]),
+    MIMI.of("pocket_tts_audio_tokenizer_encoder").sizes([2, 512, 8]).kv_heads(8),
     ENCODER.of("qianfan_ocr_vision").sizes([24, 1024, 16]).at(IMAGES, "layers.{}.attention", WeightLayout::InternVl)
         .bias(Bias::OutAndQkvIf("attention_bias", true)).only(&[("use_qk_norm", "false")]),
     WHISPER.of("qwen2_5_omni_audio_encoder").aliases(VOXTRAL_ALIASES).below(QWEN_AUDIO),
