@@ -161,6 +161,7 @@ const COMBINED: &[&str] = &[
 ];
 
 /// Model types that transformers registers without any code.
+#[rustfmt::skip]
 const NAMES_ALONE: &[&str] = &[
     "glmga", "internlm3", "iquestcoder", "layoutxlm", "nougat", "pp_chart2table", "pp_chart2table_vision",
 ];
