@@ -53,15 +53,18 @@ impl StoredTensor {
                 return PackedLinear::from_quantized_on(&weight, bias, DType::F32, device);
             }
         }
+        if device.is_cpu() && self.kind.has_codes() {
+            return PackedLinear::from_blocks(self.kind, &self.data, (self.rows(), self.columns()), bias);
+        }
         match self.in_candle(device)? {
             Some(quantized) => {
                 drop(self);
                 PackedLinear::from_qtensor(quantized, bias)
             }
-            None => match self.kind.read(&self.data, self.rows(), self.columns())? {
-                Numbers::Codes(weight) if device.is_cpu() => PackedLinear::from_quantized(&weight, bias),
-                numbers => PackedLinear::new(&numbers.dequantize()?.to_device(device)?, bias),
-            },
+            None => {
+                let numbers = self.kind.read(&self.data, self.rows(), self.columns())?.dequantize()?;
+                PackedLinear::new(&numbers.to_device(device)?, bias)
+            }
         }
     }
 

@@ -17,6 +17,7 @@
 //! call: a block of a panel is then copied for the rows of one task. The gradient of the inputs reads a transposed
 //! weight ([`Right::Transposed`]), and the gradient of the weight reads both of its operands transposed.
 
+mod code_blocks;
 mod code_numbers;
 mod code_packing;
 mod codes;
@@ -31,6 +32,7 @@ mod tests;
 mod weight;
 
 pub use crate::cpu::{CODE_BLOCK, NESTED_BLOCK};
+pub use code_blocks::CodePacker;
 pub use codes::{Codes, NestedScales, Scales, Values};
 pub use epilogue::{Activation, Epilogue, Up};
 pub use matrix::Matrix;

@@ -28,8 +28,7 @@ pub(super) fn pack_weight<E: Number>(
 
 /// The sizes of a packed weight.
 struct PanelSizes {
-    /// The inputs with the zeros that pad them.
-    padded: usize,
+    panels: usize,
     /// The 32-bit words of a panel.
     panel_words: usize,
     /// The 32-bit words of all panels.
@@ -37,6 +36,33 @@ struct PanelSizes {
 }
 
 impl PackedWeight {
+    /// Returns a weight without its words, and the sizes of its panels.
+    fn empty(format: Format, shape: WeightShape, instruction_set: InstructionSet) -> Result<(Self, PanelSizes), Error> {
+        check_instruction_set(instruction_set)?;
+        let WeightShape { outputs, inputs } = shape;
+        let layout = kernel_layout(instruction_set, format == Format::BF16);
+        // A product takes whole steps of the format, and an instruction set may take more.
+        let step = (layout.elements * layout.depth).max(format.step());
+        let panels = outputs.div_ceil(layout.panel);
+        let padded = inputs.checked_next_multiple_of(step).ok_or_else(|| shape.no_memory())?;
+        let all_sizes = || {
+            let panel_bytes = format.checked_bytes(padded)?.checked_mul(layout.panel)?;
+            let panel_words = panel_bytes / size_of::<f32>();
+            Some(PanelSizes { panels, panel_words, words: panel_words.checked_mul(panels)? })
+        };
+        let sizes = all_sizes().ok_or_else(|| shape.no_memory())?;
+        let weight =
+            Self { words: Scratch::zeros(0), format, instruction_set, inputs, outputs, panel: layout.panel, padded };
+        Ok((weight, sizes))
+    }
+
+    /// Returns a weight of zeros, whose panels are written later.
+    pub(super) fn zeros(format: Format, shape: WeightShape, instruction_set: InstructionSet) -> Result<Self, Error> {
+        let (weight, sizes) = Self::empty(format, shape, instruction_set)?;
+        let words = Scratch::try_zeros(&[sizes.words]).ok_or_else(|| shape.no_memory())?;
+        Ok(Self { words, ..weight })
+    }
+
     /// Returns a weight whose panels `write` fills, each by its index.
     ///
     /// # Safety
@@ -47,26 +73,12 @@ impl PackedWeight {
         instruction_set: InstructionSet,
         write: &(dyn Fn(&Self, usize, *mut f32) + Sync),
     ) -> Result<Self, Error> {
-        check_instruction_set(instruction_set)?;
-        let WeightShape { outputs, inputs } = shape;
-        let layout = kernel_layout(instruction_set, format == Format::BF16);
-        // A product takes whole steps of the format, and an instruction set may take more.
-        let step = (layout.elements * layout.depth).max(format.step());
-        let panels = outputs.div_ceil(layout.panel);
-        let sizes = || {
-            let padded = inputs.checked_next_multiple_of(step)?;
-            let panel_bytes = format.checked_bytes(padded)?.checked_mul(layout.panel)?;
-            let panel_words = panel_bytes / size_of::<f32>();
-            Some(PanelSizes { padded, panel_words, words: panel_words.checked_mul(panels)? })
-        };
-        let PanelSizes { padded, panel_words, words } = sizes().ok_or_else(|| shape.no_memory())?;
-        let mut weight =
-            Self { words: Scratch::zeros(0), format, instruction_set, inputs, outputs, panel: layout.panel, padded };
+        let (mut weight, PanelSizes { panel_words, words, panels }) = Self::empty(format, shape, instruction_set)?;
         let without_words = &weight;
         let write_all = |to: *mut f32| {
             let tasks = if panel_words == 0 { 0 } else { panels };
             let all_panels = SharedPtr(to);
-            let work = WorkSize { multiply_adds: outputs.saturating_mul(inputs), bytes: 0 };
+            let work = WorkSize { multiply_adds: shape.outputs.saturating_mul(shape.inputs), bytes: 0 };
             for_each_index(tasks, Workers::for_call(work), &|index| {
                 // SAFETY: the index is that of a panel.
                 write(without_words, index, unsafe { all_panels.add(index * panel_words) });

@@ -245,16 +245,31 @@ impl GgmlType {
         }
     }
 
-    /// Reads the rows of a tensor, each of which is a sequence of whole blocks.
+    /// Returns whether the numbers of the type are codes with scales.
+    #[must_use]
+    pub fn has_codes(&self) -> bool {
+        matches!(self.form, Form::Codes(_))
+    }
+
+    /// Checks that data are the blocks of a number of rows.
     ///
     /// # Errors
-    /// For data of another length than the shape says, and if memory is short.
-    pub fn read(&self, data: &[u8], rows: usize, columns: usize) -> Result<Numbers> {
+    /// For data of another length than the shape says, and for rows that are no whole blocks.
+    pub fn check_blocks(&self, data: &[u8], rows: usize, columns: usize) -> Result<()> {
         let blocks = data.len() / self.bytes;
         let is_whole = data.len().is_multiple_of(self.bytes) && columns.is_multiple_of(self.block);
         if !is_whole || Some(blocks * self.block) != rows.checked_mul(columns) {
             bail!("[{OP}] {} bytes of {}, expected the blocks of {rows} rows of {columns}", data.len(), self.name)
         }
+        Ok(())
+    }
+
+    /// Reads the rows of a tensor, each of which is a sequence of whole blocks.
+    ///
+    /// # Errors
+    /// For data of another length than the shape says, and if memory is short.
+    pub fn read(&self, data: &[u8], rows: usize, columns: usize) -> Result<Numbers> {
+        self.check_blocks(data, rows, columns)?;
         match &self.form {
             Form::Plain(convert) => Tensor::from_vec(convert(data), (rows, columns), &Device::Cpu).map(Numbers::Plain),
             Form::Codes(codes) => {

@@ -1,12 +1,16 @@
 //! Weights of codes with scales, as quantised checkpoints store them, for the CPU kernels.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Result, Tensor};
 use half::f16;
 
 use super::product::{choose_instruction_set, kernel_error};
 use super::{OP, PackedLinear, Weight};
 use crate::base::{CodeValues, Dim, Expect, Float8, GroupNumbers, QuantizationFormat, QuantizedWeight, check_memory};
-use candle_attention_kernels::linear::{Codes, NESTED_BLOCK, NestedScales, PackedWeight, Scales, Values, WeightShape};
+use candle_attention_kernels::linear::{
+    CodePacker, Codes, NESTED_BLOCK, NestedScales, PackedWeight, Scales, Values, WeightShape,
+};
 
 /// The whole number that is read as 0 in nested scales without minimums, as the kernels read them.
 const NESTED_ZERO: i16 = 128;
@@ -100,9 +104,39 @@ impl PackedLinear {
     }
 }
 
+/// The number of codes that are in memory, a byte each, while a weight is packed some outputs at a time.
+const CODES_OF_PART: usize = 1 << 21;
+
 /// Packs a weight; `None` where the kernels would not have the bits of its numbers.
 pub(super) fn pack_quantized(weight: &QuantizedWeight, shape: WeightShape) -> Result<Option<PackedWeight>> {
     let instruction_set = choose_instruction_set(None, DType::F32)?;
+    with_kernel_codes(weight, |codes| PackedWeight::from_codes(codes, shape, instruction_set).map_err(kernel_error))
+}
+
+/// Packs a weight whose outputs `read` returns, each range of them once or twice; `None` where the kernels would not
+/// have the bits of its numbers. A large weight is read and packed some outputs at a time.
+pub(super) fn pack_parts(
+    shape: WeightShape,
+    mut read: impl FnMut(Range<usize>) -> Result<QuantizedWeight>,
+) -> Result<Option<PackedWeight>> {
+    let WeightShape { outputs, inputs } = shape;
+    let mut packer = CodePacker::new(shape, choose_instruction_set(None, DType::F32)?).map_err(kernel_error)?;
+    let step = (CODES_OF_PART / inputs.max(1)).next_multiple_of(packer.outputs_step()).max(packer.outputs_step());
+    if inputs == 0 || step >= outputs {
+        return pack_quantized(&read(0..outputs)?, shape);
+    }
+    for start in (0..outputs).step_by(step) {
+        let part = read(start..outputs.min(start + step))?;
+        if !with_kernel_codes(&part, |codes| packer.push(codes).map_err(kernel_error))? {
+            drop(packer);
+            return pack_quantized(&read(0..outputs)?, shape);
+        }
+    }
+    packer.finish().map_err(kernel_error)
+}
+
+/// Calls a function with the codes of a weight in the form that the kernels take.
+fn with_kernel_codes<T>(weight: &QuantizedWeight, call: impl FnOnce(&Codes) -> T) -> T {
     let is_nested = has_nested_form(weight);
     let scales = KernelNumbers::new(&weight.scales, weight, is_nested);
     let offsets = match &weight.values {
@@ -119,8 +153,7 @@ pub(super) fn pack_quantized(weight: &QuantizedWeight, shape: WeightShape) -> Re
         (_, None) => Values::Signed,
     };
     let &QuantizedWeight { bits, ref codes, group, .. } = weight;
-    let all = Codes { bits, codes, group, values, scales: scales.as_scales() };
-    PackedWeight::from_codes(&all, shape, instruction_set).map_err(kernel_error)
+    call(&Codes { bits, codes, group, values, scales: scales.as_scales() })
 }
 
 /// The numbers of groups in a form that the kernels take.

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::codes::pack_quantized;
+use super::codes::pack_parts;
 use super::product::{choose_instruction_set, pack};
 use super::{OP, PackedLinear, Weight};
 use crate::base::{Dim, Expect, QuantizedWeight, check_memory};
 use crate::ggml::{GgmlType, Numbers};
-use candle_attention_kernels::linear::WeightShape;
+use candle_attention_kernels::linear::{PackedWeight, WeightShape};
 
 impl PackedLinear {
     /// Packs `weight` (out, in) in any type of GGUF files, with `bias` (out,) in f32, for inputs in f32.
@@ -77,9 +77,9 @@ impl PackedLinear {
         if !is_packed {
             return build(Weight::Plain(weight.dequantize(&device)?), DType::F32);
         }
-        let packed_codes = match codes_of(&weight, shape)? {
-            Some(codes) => pack_quantized(&codes, shape)?,
-            None => None,
+        let packed_codes = match GgmlType::find(GgmlType::number_of(weight.dtype())) {
+            Some(kind) if !is_plain(weight.dtype()) => pack_blocks(kind, &weight.data()?, shape)?,
+            _ => None,
         };
         let packed = match packed_codes {
             Some(packed) => packed,
@@ -95,6 +95,47 @@ impl PackedLinear {
         };
         build(Weight::Packed(packed.into()), dtype)
     }
+
+    /// Packs a weight (out, in) on the CPU from its blocks in a GGUF file, of types that Candle does not have too, with
+    /// `bias` (out,) in f32, for inputs in f32, bf16 and f16. Outputs have the bits of
+    /// [`from_qtensor`](Self::from_qtensor). Blocks are unpacked some rows at a time, so that a large weight is never in
+    /// memory with a byte for each number.
+    ///
+    /// # Errors
+    /// For a type without codes, such as F16, for blocks of another length than the shape says, for a bias of another
+    /// shape or dtype or on another device than the CPU, and if memory is short.
+    pub fn from_blocks(kind: &GgmlType, blocks: &[u8], shape: (usize, usize), bias: Option<&Tensor>) -> Result<Self> {
+        let (outputs, inputs) = shape;
+        let own_shape = WeightShape { outputs, inputs };
+        if let Some(bias) = bias {
+            let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(outputs)])?;
+            bias.dtype_of(&[DType::F32], "")?.same_device("the quantised weight", &Device::Cpu)?;
+        }
+        let packed = match bias.is_some_and(Tensor::track_op) {
+            false => pack_blocks(kind, blocks, own_shape)?,
+            true => None,
+        };
+        let linear = match packed {
+            Some(packed) => {
+                Self::from_checked(Weight::Packed(packed.into()), bias, own_shape, DType::F32, &Device::Cpu)?
+            }
+            None => {
+                check_memory(OP, format_args!("a weight of shape {shape:?}"), &[outputs, inputs])?;
+                Self::new(&kind.read(blocks, outputs, inputs)?.dequantize()?, bias)?
+            }
+        };
+        Ok(Self { is_quantized: true, ..linear })
+    }
+}
+
+/// Packs a weight from its blocks in a GGUF file; `None` where the kernels would not have the bits of its numbers.
+fn pack_blocks(kind: &GgmlType, blocks: &[u8], shape: WeightShape) -> Result<Option<PackedWeight>> {
+    kind.check_blocks(blocks, shape.outputs, shape.inputs)?;
+    let row = blocks.len() / shape.outputs.max(1);
+    pack_parts(shape, |rows| match kind.read(&blocks[rows.start * row..rows.end * row], rows.len(), shape.inputs)? {
+        Numbers::Codes(codes) => Ok(*codes),
+        Numbers::Plain(_) => bail!("[{OP}] expected a type with codes, found {}", kind.name),
+    })
 }
 
 fn is_plain(dtype: GgmlDType) -> bool {
@@ -115,5 +156,56 @@ fn codes_of(weight: &QTensor, shape: WeightShape) -> Result<Option<Box<Quantized
     match kind.read(&weight.data()?, shape.outputs, shape.inputs)? {
         Numbers::Codes(codes) => Ok(Some(codes)),
         Numbers::Plain(_) => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns blocks whose factors in f16 are finite: no byte of them has all bits of an exponent.
+    fn blocks(kind: &GgmlType, count: usize) -> Vec<u8> {
+        let mut state = 1u64;
+        let mut byte = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 56) as u8 & 0xbf
+        };
+        (0..count * kind.bytes).map(|_| byte()).collect()
+    }
+
+    #[test]
+    fn gguf_blocks_of_large_weight_have_the_numbers_of_the_blocks_at_the_borders_of_parts() -> Result<()> {
+        // More than one part of 2^21 codes.
+        let (outputs, inputs) = (1100, 2048);
+        let outputs_to_read = [0u32, 1, 1022, 1023, 1024, 1025, 1098, 1099];
+        let ids = Tensor::new(&outputs_to_read, &Device::Cpu)?;
+        for name in ["Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS"] {
+            let kind = GgmlType::all().find(|kind| kind.name == name).expect("a type that is read");
+            let data = blocks(kind, outputs * inputs / kind.block);
+            let packed = PackedLinear::from_blocks(kind, &data, (outputs, inputs), None)?;
+            let Weight::Packed(own) = &packed.weight else { panic!("{name} is not packed") };
+            assert!(own.has_codes(), "{name} is dequantised");
+            let rows = packed.weight_rows(&ids)?.to_vec2::<f32>()?;
+            let row_bytes = data.len() / outputs;
+            for (row, output) in rows.iter().zip(outputs_to_read) {
+                let own_blocks = &data[output as usize * row_bytes..][..row_bytes];
+                let expected = kind.read(own_blocks, 1, inputs)?.dequantize()?.to_vec2::<f32>()?.remove(0);
+                assert!(row.iter().map(|x| x.to_bits()).eq(expected.iter().map(|x| x.to_bits())), "{name}: {output}");
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn gguf_blocks_that_do_not_fit_the_shape_or_have_no_codes_are_errors() {
+        let find = |name| GgmlType::all().find(|kind| kind.name == name).expect("a type that is read");
+        let error = PackedLinear::from_blocks(find("Q8_0"), &[0; 33], (1, 32), None).expect_err("33 of 34 bytes");
+        let expected = "[ggml] 33 bytes of Q8_0, expected the blocks of 1 rows of 32";
+        assert!(error.to_string().starts_with(expected), "{error}");
+        let of_floats = PackedLinear::from_blocks(find("F16"), &[0; 64], (1, 32), None).expect_err("no codes");
+        assert!(
+            of_floats.to_string().starts_with("[packed_linear] expected a type with codes, found F16"),
+            "{of_floats}"
+        );
     }
 }

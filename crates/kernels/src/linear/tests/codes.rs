@@ -1,10 +1,15 @@
 //! Weights of codes, compared with weights of the same numbers in f32.
 
+use std::ops::Range;
+
 use super::code_kinds::{CodeKind, OwnCodes, ScaleKind, ValueKind};
 use super::{numbers, rows_of, weight_shape};
 use crate::cpu::InstructionSet;
 use crate::cpu::tests::Sequence;
-use crate::linear::{Activation, Codes, Epilogue, PackedWeight, Product, Right, Scales, Up, Values, WeightShape};
+use crate::linear::{
+    Activation, CodePacker, Codes, Epilogue, NESTED_BLOCK, NestedScales, PackedWeight, Product, Right, Scales, Up,
+    Values, WeightShape,
+};
 use crate::linear::{multiply_vec, tests::instruction_sets};
 
 /// Returns the instruction sets whose products in f32 differ. Codes are multiplied in f32.
@@ -70,6 +75,79 @@ fn packed_codes_product_has_bits_of_f32_weight() {
             }
         }
     }
+}
+
+/// Returns the codes of some outputs.
+fn codes_of_outputs<'a>(all: &Codes<'a>, inputs: usize, outputs: Range<usize>) -> Codes<'a> {
+    let numbers = outputs.start * inputs..outputs.end * inputs;
+    let groups = numbers.start / all.group..numbers.end / all.group;
+    let blocks = numbers.start / NESTED_BLOCK..numbers.end / NESTED_BLOCK;
+    let part = |scales: Scales<'a>| match scales {
+        Scales::F16(own) => Scales::F16(&own[groups.clone()]),
+        Scales::BF16(own) => Scales::BF16(&own[groups.clone()]),
+        Scales::F32(own) => Scales::F32(&own[groups.clone()]),
+        Scales::Bytes { bytes, table } => Scales::Bytes { bytes: &bytes[groups.clone()], table },
+        Scales::Nested(own) => Scales::Nested(NestedScales {
+            factors: &own.factors[blocks.clone()],
+            numbers: &own.numbers[groups.clone()],
+        }),
+    };
+    let values = match all.values {
+        Values::Zeros(zeros) => Values::Zeros(&zeros[groups.clone()]),
+        Values::Minimums(minimums) => Values::Minimums(part(minimums)),
+        other => other,
+    };
+    Codes { codes: &all.codes[numbers], values, scales: part(all.scales), ..*all }
+}
+
+/// Packs codes some outputs at a time; `None` where they are not packed.
+fn packed_in_parts(all: &Codes, shape: WeightShape, instruction_set: InstructionSet) -> Option<PackedWeight> {
+    let mut packer = CodePacker::new(shape, instruction_set).expect("an instruction set of this processor");
+    let step = packer.outputs_step();
+    for start in (0..shape.outputs).step_by(step) {
+        let part = codes_of_outputs(all, shape.inputs, start..shape.outputs.min(start + step));
+        if !packer.push(&part).expect("sizes fit") {
+            return None;
+        }
+    }
+    packer.finish().expect("all outputs")
+}
+
+#[test]
+fn codes_packed_some_outputs_at_a_time_are_packed_as_the_whole() {
+    let shape = if cfg!(miri) { weight_shape(18, 64) } else { weight_shape(150, 256) };
+    for instruction_set in instruction_sets_of_codes() {
+        for kind in CodeKind::all(shape.inputs) {
+            let own = OwnCodes::new(kind, shape, &mut Sequence(30), &|sequence| sequence.fraction());
+            let whole = PackedWeight::from_codes(&own.as_codes(), shape, instruction_set).expect("sizes fit");
+            let parts = packed_in_parts(&own.as_codes(), shape, instruction_set);
+            assert_eq!(whole.is_some(), parts.is_some(), "{instruction_set}: {kind:?}");
+            let (Some(whole), Some(parts)) = (whole, parts) else { continue };
+            assert_eq!(whole.format, parts.format, "{instruction_set}: {kind:?}");
+            let bits = |weight: &PackedWeight| Vec::from_iter(weight.words.words().iter().map(|word| word.to_bits()));
+            assert!(bits(&whole) == bits(&parts), "{instruction_set}: {kind:?}");
+        }
+    }
+}
+
+#[test]
+fn codes_packed_some_outputs_at_a_time_need_one_format_and_whole_panels() {
+    let shape = weight_shape(40, 32);
+    let codes = vec![3; 40 * 32];
+    let mut scales = vec![0.5; 40];
+    // f16 does not have the digits.
+    scales[39] = 0.1;
+    let all = Codes { bits: 4, codes: &codes, group: 32, values: Values::Signed, scales: Scales::F32(&scales) };
+    assert!(packed_in_parts(&all, shape, InstructionSet::Scalar).is_none());
+    let mut packer = CodePacker::new(shape, InstructionSet::Scalar).expect("any processor");
+    let of_few = packer.push(&codes_of_outputs(&all, 32, 0..3)).expect_err("3 outputs");
+    let expected = "expected the codes of a multiple of 16 outputs or of the 40 that are left, found 3";
+    assert_eq!(of_few.to_string(), expected);
+    assert!(packer.push(&codes_of_outputs(&all, 32, 0..16)).expect("sizes fit"));
+    let of_many = packer.push(&all).expect_err("40 of 24 outputs");
+    assert!(of_many.to_string().ends_with("of the 24 that are left, found 40"), "{of_many}");
+    let unfinished = packer.finish().expect_err("16 of 40 outputs");
+    assert_eq!(unfinished.to_string(), "expected the codes of 40 outputs, found 16");
 }
 
 /// Compares the bits of numbers. All NaNs count as equal.
