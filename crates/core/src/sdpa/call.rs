@@ -48,6 +48,7 @@ pub(crate) struct Call {
 }
 
 /// The keys that each query of a call attends to, apart from a boolean mask.
+#[derive(Clone)]
 pub(crate) struct MaskedKeys {
     /// The range of keys that each query attends to, for a batch or for packed sequences.
     pub ranges: CallRanges,

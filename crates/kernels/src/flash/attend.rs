@@ -1,7 +1,7 @@
 //! The forward pass for callers: checks a call, runs it, and returns its results.
 
-use super::call::{CheckedCall, ForwardCall};
-use super::inputs::KeysValues;
+use super::call::ForwardCall;
+use super::inputs::{CheckedCall, KeysValues, queries};
 use super::kernels::{AttentionKernels, KernelTask};
 use super::memory::no_scratch_memory;
 use super::problem::CpuCall;
@@ -63,9 +63,10 @@ pub fn attend<E: AttentionKernels>(
     requested: RequestedResults,
 ) -> Result<AttentionResults<E>, Error> {
     check_instruction_set(instruction_set)?;
-    let checked = CheckedCall::new(call)?;
+    let inputs = CheckedCall::new(call)?;
+    let q = queries(call)?;
     let mut memory = ResultMemory::new(&call.dims, requested)?;
-    let forward = &ForwardCall { checked, to: memory.pointers(requested) };
+    let forward = &ForwardCall { inputs, q, to: memory.pointers(requested) };
     let task = match call.kv_scales {
         None => KernelTask::Float(forward, KeysValues::new(call)?),
         Some(_) => KernelTask::Q8(forward, KeysValues::new(call)?),

@@ -5,7 +5,7 @@ use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
 use super::call::ForwardCall;
-use super::inputs::ScoreInputs;
+use super::inputs::CheckedCall;
 use super::options::SoftmaxStats;
 use super::state::SoftmaxState;
 use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, WorkSize, Workers, for_each_index};
@@ -35,7 +35,7 @@ impl<E: Number> SimdTask for WriteOutput<'_, '_, E> {
     unsafe fn run<K: Kernel>(self) {
         let Self { call, state, kv, rows, key_part } = self;
         let lanes = K::Vector::LANES;
-        let dims = &call.checked.inputs.dims;
+        let dims = &call.inputs.dims;
         let panel = state.panel;
         let mut square = [0f32; MAX_LANES * MAX_LANES];
         for first in rows.clone().step_by(lanes) {
@@ -123,7 +123,7 @@ impl Partials {
 
     /// Merges the parts of each row of a call, in order, and writes the output.
     pub fn merge<E: Number>(self, call: &ForwardCall<E>) {
-        let dims = &call.checked.inputs.dims;
+        let dims = &call.inputs.dims;
         let rows = dims.rows();
         let count = dims.kv_heads() * rows;
         // In most calls it is over before another thread would have begun.
@@ -137,7 +137,7 @@ impl Partials {
     fn merge_row<E: Number>(&self, call: &ForwardCall<E>, kv: KvHead, row: usize) {
         let width = self.width;
         let part_len = width + STATS_WORDS;
-        let unit = call.checked.inputs.options.exponent_unit();
+        let unit = call.inputs.options.exponent_unit();
         // SAFETY: the words are initialised, and one task merges each row.
         let parts = unsafe { std::slice::from_raw_parts_mut(self.row(kv, row, 0), self.stride()) };
         let max = parts.chunks_exact(part_len).fold(f32::NEG_INFINITY, |max, part| max.max(part[width]));
@@ -151,12 +151,12 @@ impl Partials {
             let factor = factor_of(part);
             whole.iter_mut().zip(part).for_each(|(sum, x)| *sum += x * factor);
         }
-        let query = call.checked.inputs.dims.row(kv, row);
+        let query = call.inputs.dims.row(kv, row);
         // SAFETY: the row belongs to the call, and no other task writes it.
         unsafe {
             let normaliser = normalise(call, query, SoftmaxStats { max, sum: whole[width + 1] });
             let to = call.output_row(query);
-            for (d, &sum) in whole[..call.checked.inputs.dims.d_v].iter().enumerate() {
+            for (d, &sum) in whole[..call.inputs.dims.d_v].iter().enumerate() {
                 to.add(d).write(E::from_f32(sum * normaliser));
             }
         }
@@ -164,7 +164,7 @@ impl Partials {
 }
 
 /// Adds the sink of a row, if there is one, to its largest exponent and the sum of its weights.
-pub(super) fn with_sink(inputs: &ScoreInputs, row: QueryRow, stats: SoftmaxStats) -> SoftmaxStats {
+pub(super) fn with_sink(inputs: &CheckedCall, row: QueryRow, stats: SoftmaxStats) -> SoftmaxStats {
     let Some(sinks) = inputs.options.sinks else { return stats };
     let SoftmaxStats { max, sum } = stats;
     let unit = inputs.options.exponent_unit();
@@ -181,8 +181,8 @@ pub(super) fn with_sink(inputs: &ScoreInputs, row: QueryRow, stats: SoftmaxStats
 /// The row belongs to the call, and no other thread writes its log-sum-exp.
 #[inline(always)]
 pub(super) unsafe fn normalise<E: Number>(call: &ForwardCall<E>, row: QueryRow, stats: SoftmaxStats) -> f32 {
-    let unit = call.checked.inputs.options.exponent_unit();
-    let whole = with_sink(&call.checked.inputs, row, stats);
+    let unit = call.inputs.options.exponent_unit();
+    let whole = with_sink(&call.inputs, row, stats);
     // SAFETY: as this function's contract.
     unsafe { call.write_stats(row, whole, || log_sum_exp(whole, unit)) };
     if whole.sum == 0.0 {

@@ -6,7 +6,7 @@ use super::call::ForwardCall;
 use super::chain::Chain;
 use super::decode;
 use super::epilogue::{KeyPart, Partials, WriteOutput};
-use super::inputs::{KeysValues, ScoreInputs};
+use super::inputs::{CheckedCall, KeysValues};
 use super::pack::{PackTile, TileRows};
 use super::prefill::Prefill;
 use super::relative_bias::RelativeBiasTable;
@@ -24,8 +24,8 @@ pub(super) unsafe fn run_on<K: Kernel, E: Number, S: Stored>(
     call: &ForwardCall<E>,
     keys_values: &KeysValues<S>,
 ) -> Option<()> {
-    let can_decode = call.checked.inputs.options.dropout.is_none() && call.to.statistics.is_none();
-    if can_decode && call.checked.inputs.dims.rows() <= decode::max_rows::<K>() {
+    let can_decode = call.inputs.options.dropout.is_none() && call.to.statistics.is_none();
+    if can_decode && call.inputs.dims.rows() <= decode::max_rows::<K>() {
         // SAFETY: the processor has the instruction set of K, which includes that of its kernel for f32.
         return unsafe { decode::run::<K::Vector, E, S>(call, keys_values) };
     }
@@ -35,7 +35,7 @@ pub(super) unsafe fn run_on<K: Kernel, E: Number, S: Stored>(
         // was made for the call and has a panel for each tile.
         unsafe {
             for (index, tile) in task.tiles.iter().enumerate() {
-                let tile_rows = &TileRows { matrix: &call.checked.q, width: inputs.dims.d, dims: &inputs.dims, tile };
+                let tile_rows = &TileRows { matrix: &call.q, width: inputs.dims.d, dims: &inputs.dims, tile };
                 let width = workspace.d;
                 let staging = workspace.staging.as_mut_ptr();
                 let panel = workspace.queries.as_mut_ptr().add(index * width.word_squares * K::PANEL);
@@ -64,12 +64,12 @@ fn run_tasks<E: Number>(
     bytes: usize,
     run: &(dyn Fn(&mut AttentionWorkspace, &AttentionTask) + Sync),
 ) -> Option<()> {
-    let dims = &call.checked.inputs.dims;
-    let relative_bias = match call.checked.inputs.options.relative_bias {
+    let dims = &call.inputs.dims;
+    let relative_bias = match call.inputs.options.relative_bias {
         Some(bias) => Some(RelativeBiasTable::new(bias, dims)?),
         None => None,
     };
-    let inputs = &ScoreInputs { relative_bias: relative_bias.as_ref(), ..call.checked.inputs };
+    let inputs = &CheckedCall { relative_bias: relative_bias.as_ref(), ..call.inputs };
     let units = inputs.options.units(layout.elements == 2);
     let workers = workers(dims, bytes, 1);
     let split = AttentionTaskSplit::new(layout, dims, workers.count, call.to.statistics.is_some());

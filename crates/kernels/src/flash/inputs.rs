@@ -1,27 +1,65 @@
-//! The inputs of the score computation, which do not depend on the type of elements, and keys and values as they are
-//! stored.
+//! A checked call, with queries, keys and values as they are stored.
 
 use std::ops::Range;
 
 use super::options::{TileAlibi, TileModifiers};
-use super::problem::CpuCall;
+use super::problem::{CpuCall, KeysOfQueries};
 use super::relative_bias::RelativeBiasTable;
 use super::view::View;
-use crate::error::Error;
-use crate::number::{Stored, Strided};
-use candle_attention_call::{AttentionCall, AttentionDims, KvHead, QueryRow};
+use crate::error::{Error, check_len};
+use crate::number::{Number, Stored, Strided};
+use candle_attention_call::{AttentionCall, AttentionDims, KvHead, LayoutStrides, QueryRow};
 
-/// The inputs of the score computation, independent of the type of elements.
+/// Returns the number of elements of an attention output, B·H·T_q·D_v.
+///
+/// # Errors
+/// If no memory is large enough for them.
+pub(super) fn output_len(dims: &AttentionDims) -> Result<usize, Error> {
+    let AttentionDims { b, h, t_q, d_v, .. } = *dims;
+    // No partial product overflows either, and log-sum-exps, which are not empty where D_v = 0, are counted.
+    let counts = [b, h, t_q, d_v, size_of::<f32>()];
+    let bytes = counts.iter().try_fold(1usize, |count, &dim| count.checked_mul(dim.max(1)));
+    if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+        return Err(Error::Memory(format!("an attention output of {:?}", [b, h, t_q, d_v])));
+    }
+    Ok(b * h * t_q * d_v)
+}
+
+/// A checked call without its queries, keys and values: what does not depend on the type of elements.
 #[derive(Clone, Copy)]
-pub(super) struct ScoreInputs<'a> {
+pub(super) struct CheckedCall<'a> {
     pub dims: AttentionDims,
     pub ranges: &'a [Range<usize>],
     pub options: TileModifiers<'a>,
     /// The relative bias of the options, for tiles.
     pub relative_bias: Option<&'a RelativeBiasTable<'a>>,
+    pub output_strides: LayoutStrides,
 }
 
-impl ScoreInputs<'_> {
+impl<'a> CheckedCall<'a> {
+    /// Checks everything but the queries, keys and values.
+    pub fn new(call: &CpuCall<'a>) -> Result<Self, Error> {
+        let AttentionCall { dims, keys: KeysOfQueries { ranges, .. }, output_layout, .. } = *call;
+        output_len(&dims)?;
+        let AttentionDims { b, h, h_kv, t_q, t_kv, d_v, .. } = dims;
+        if h_kv == 0 || !h.is_multiple_of(h_kv) {
+            return Err(Error::Shape(format!("expected key heads that divide the {h} query heads, found {h_kv}")));
+        }
+        check_len("ranges", ranges.len(), b * t_q)?;
+        // An empty range may begin anywhere.
+        if let Some(range) = ranges.iter().find(|range| !range.is_empty() && range.end > t_kv) {
+            return Err(Error::Shape(format!("expected ranges within {t_kv} keys, found {range:?}")));
+        }
+        let options = TileModifiers::new(call)?;
+        Ok(Self { dims, ranges, options, relative_bias: None, output_strides: output_layout.strides(h, t_q, d_v) })
+    }
+
+    /// Returns the index of the first element of the output of a query.
+    #[inline(always)]
+    pub fn output_start(&self, row: QueryRow) -> usize {
+        self.output_strides.start(row.b, row.head, row.query)
+    }
+
     /// Returns the keys that a query attends to.
     pub fn range(&self, row: QueryRow) -> &Range<usize> {
         &self.ranges[row.b * self.dims.t_q + row.query]
@@ -40,6 +78,14 @@ impl ScoreInputs<'_> {
             .as_ref()
             .is_none_or(|mask| unsafe { *mask.at([row.b, row.head, row.query, key]) != 0 })
     }
+}
+
+/// Returns the checked queries of a call.
+pub(super) fn queries<'a, E: Number>(call: &CpuCall<'a>) -> Result<Strided<'a, E, 3>, Error> {
+    let AttentionDims { b, h, t_q, d, .. } = call.dims;
+    let q = call.q.rows("q", d)?;
+    q.check("q", [b, h, t_q], d)?;
+    Ok(q)
 }
 
 /// Returns a pointer to the row of a query in a matrix (B, H, T_q) of rows.

@@ -12,7 +12,7 @@
 //! ```
 
 use super::block_products::{add_values, multiply_keys};
-use super::inputs::{KeysValues, ScoreInputs};
+use super::inputs::{CheckedCall, KeysValues};
 use super::options::ScoreUnits;
 use super::pack::PackedBlock;
 use super::scores::TileScores;
@@ -54,7 +54,7 @@ impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
 
 /// One tile against one block.
 struct TileBlock<'a, 'b, S> {
-    inputs: &'a ScoreInputs<'b>,
+    inputs: &'a CheckedCall<'b>,
     block: &'a PackedBlock<'a, S>,
     tile: &'a Tile,
     /// The tile's panel in the workspace.

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use super::dropout_factors::DropoutFactors;
-use super::inputs::ScoreInputs;
+use super::inputs::CheckedCall;
 use super::options::{ScoreUnits, TileAlibi};
 use super::relative_bias::{RelativeBiasTable, TileRelativeBias};
 use super::tile::Tile;
@@ -15,7 +15,7 @@ use crate::number::{Strided, load_first, store_first};
 /// The scores of one tile over some keys (rows, panel). Independent of the type of elements, so that its code is
 /// compiled once for all types.
 pub(super) struct TileScores<'a> {
-    pub inputs: ScoreInputs<'a>,
+    pub inputs: CheckedCall<'a>,
     pub tile: &'a Tile,
     pub units: ScoreUnits,
     pub keys: Range<usize>,
@@ -74,7 +74,7 @@ impl SimdTask for &TileScores<'_> {
                 self.mask::<K::Vector>();
             }
             if let Some(dropout) = options.dropout {
-                let &TileScores { inputs: ScoreInputs { dims, .. }, tile, ref keys, dropout: to, .. } = self;
+                let &TileScores { inputs: CheckedCall { dims, .. }, tile, ref keys, dropout: to, .. } = self;
                 DropoutFactors { dropout, dims, tile, keys: keys.clone(), to }.write::<K::Vector>();
             }
         }
@@ -184,7 +184,7 @@ impl TileScores<'_> {
     /// As [`SimdTask::run`].
     #[inline(always)]
     unsafe fn add_relative_bias<V: Vector>(&self, table: &RelativeBiasTable) {
-        let &Self { inputs: ScoreInputs { dims, .. }, tile, ref keys, scores, .. } = self;
+        let &Self { inputs: CheckedCall { dims, .. }, tile, ref keys, scores, .. } = self;
         let words = table.head_words(&dims, tile.kv).as_ptr();
         for run in table.runs(&dims, tile.kv, &tile.rows, V::LANES, keys) {
             for index in 0..keys.len() {

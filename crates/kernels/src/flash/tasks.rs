@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::chain::Chain;
 use super::epilogue::KeyPart;
-use super::inputs::ScoreInputs;
+use super::inputs::CheckedCall;
 use super::options::ScoreUnits;
 use super::packed_width::PackedWidth;
 use super::state::SoftmaxState;
@@ -101,7 +101,7 @@ impl AttentionTaskSplit {
 
 /// Some query rows of a key head against some of its keys.
 pub(super) struct AttentionTask<'a> {
-    pub inputs: &'a ScoreInputs<'a>,
+    pub inputs: &'a CheckedCall<'a>,
     pub units: ScoreUnits,
     pub kv: KvHead,
     pub rows: Range<usize>,
@@ -141,7 +141,7 @@ pub(super) struct AttentionWorkspace {
 
 impl AttentionWorkspace {
     /// Allocates memory for tasks of some panels.
-    pub fn new(layout: Layout, inputs: &ScoreInputs, panels: usize, has_statistics: bool) -> Self {
+    pub fn new(layout: Layout, inputs: &CheckedCall, panels: usize, has_statistics: bool) -> Self {
         let Layout { block, lanes, panel, .. } = layout;
         let dims = &inputs.dims;
         let d = PackedWidth::new(layout, dims.d);

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::inputs::ScoreInputs;
+use super::inputs::CheckedCall;
 use crate::cpu::{Layout, MAX_COLUMNS};
 use candle_attention_call::KvHead;
 
@@ -110,7 +110,7 @@ fn union(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 
 impl Tile {
     /// Creates a tile of some rows of a key head.
-    pub fn new(layout: Layout, inputs: &ScoreInputs, kv: KvHead, rows: Range<usize>) -> Self {
+    pub fn new(layout: Layout, inputs: &CheckedCall, kv: KvHead, rows: Range<usize>) -> Self {
         let vectors = rows.len().div_ceil(layout.lanes);
         Self { vectors, ..Self::narrow(layout, inputs, kv, rows, 0..inputs.dims.t_kv, layout.panel) }
     }
@@ -118,7 +118,7 @@ impl Tile {
     /// Creates a tile of at most `width` rows, which divides a vector, over some of the keys.
     pub fn narrow(
         layout: Layout,
-        inputs: &ScoreInputs,
+        inputs: &CheckedCall,
         kv: KvHead,
         rows: Range<usize>,
         keys: Range<usize>,
@@ -208,7 +208,7 @@ impl Tile {
     }
 
     /// Returns the keys of a block that the tile attends to; `None` if there are none.
-    pub fn overlap(&self, layout: Layout, block: &Range<usize>, inputs: &ScoreInputs) -> Option<Overlap> {
+    pub fn overlap(&self, layout: Layout, block: &Range<usize>, inputs: &CheckedCall) -> Option<Overlap> {
         // Keys are the rows of one product and the depth of another, and begin at whole multiples of both; the keys
         // before the first one of the tile are masked.
         let step = layout.rows.max(layout.depth * layout.elements);
@@ -236,7 +236,7 @@ impl Tile {
     }
 
     /// Iterates over the keys among some that the query of a column attends to.
-    pub fn keys_of(&self, inputs: &ScoreInputs, column: usize, keys: &Range<usize>) -> impl Iterator<Item = usize> {
+    pub fn keys_of(&self, inputs: &CheckedCall, column: usize, keys: &Range<usize>) -> impl Iterator<Item = usize> {
         let row = inputs.dims.row(self.kv, self.rows.start + column);
         intersection(keys, &self.ranges[column]).filter(move |&key| inputs.is_allowed(row, key))
     }

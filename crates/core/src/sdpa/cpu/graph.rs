@@ -4,50 +4,58 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor, WithDType};
 
-use super::super::call::{is_tracked, swapped_for};
+use super::super::call::{Call, is_tracked, swapped_for};
 use super::super::options::OutputLayout;
 use super::super::results::Attended;
-use super::CpuPath;
+use super::{QueryTables, lock, output_shape, public_error, views};
 use candle_attention_call::{AttentionDims as Dims, PerInput, RequestedGradients};
-use candle_attention_kernels::flash::{self, AttentionBackwardProblem, SoftmaxStats};
+use candle_attention_kernels::InstructionSet;
+use candle_attention_kernels::flash::{self, AttentionBackwardProblem, AttentionResults, SoftmaxStats};
 use candle_attention_modules::base::rowwise::{Element, read, to_vec, with_contiguous_rows};
 use candle_attention_modules::base::{gradient_of, record, record_two};
 
 const NAME: &str = "flash-attention";
 
 /// Returns the output that the kernel computed, as it is stored, and the log-sum-exp if the kernel computed it, with
-/// gradients for the inputs that are tracked. The statistics of the softmax are (B, H, T_q) if any is.
+/// gradients for the inputs that are tracked.
 pub(super) fn record_results<E: Element>(
-    path: CpuPath,
-    output: Vec<E>,
-    log_sum_exp: Option<Vec<f32>>,
-    softmax_stats: Vec<SoftmaxStats>,
+    call: Call,
+    instruction_set: InstructionSet,
+    found: AttentionResults<E>,
 ) -> Result<Attended> {
-    let Dims { b, h, t_q, .. } = path.attention.dims;
-    let shape = path.output_shape();
-    let path = Arc::new(path);
-    let forward = path.clone();
+    let AttentionResults { output, log_sum_exp, softmax_stats, statistics: _ } = found;
+    let Dims { b, h, t_q, .. } = call.attention.dims;
+    let shape = output_shape(&call);
+    let call = Arc::new(call);
+    let softmax_stats = softmax_stats.unwrap_or_default();
+    let forward = CpuForward { call: call.clone(), instruction_set, softmax_stats };
     let Some(lse) = log_sum_exp else {
         let backward = move |stored: &Tensor, gradient: &Tensor| {
-            let gradients = forward.gradients::<E>(&softmax_stats, stored, gradient, None)?;
-            Ok(gradients.in_order().into())
+            Ok(forward.gradients::<E>(stored, gradient, None)?.in_order().into())
         };
-        return Ok(record(NAME, &path.attention.differentiable().in_order(), output, shape, backward)?.into());
+        return Ok(record(NAME, &call.attention.differentiable().in_order(), output, shape, backward)?.into());
     };
     let backward = move |stored: &Tensor, gradient: &Tensor, lse_gradient: Option<Tensor>| {
-        let gradients = forward.gradients::<E>(&softmax_stats, stored, gradient, lse_gradient)?;
-        Ok(gradients.in_order().into())
+        Ok(forward.gradients::<E>(stored, gradient, lse_gradient)?.in_order().into())
     };
     let shapes = [shape, (b, h, t_q).into()];
-    let [output, lse] = record_two(NAME, &path.attention.differentiable().in_order(), shapes, output, lse, backward)?;
+    let [output, lse] = record_two(NAME, &call.attention.differentiable().in_order(), shapes, output, lse, backward)?;
     Ok(Attended { log_sum_exp: Some(lse), ..output.into() })
 }
 
-impl CpuPath {
+/// A forward pass whose gradients may be requested. The statistics of the softmax are (B, H, T_q) if any input is
+/// tracked.
+struct CpuForward {
+    call: Arc<Call>,
+    instruction_set: InstructionSet,
+    softmax_stats: Vec<SoftmaxStats>,
+}
+
+impl CpuForward {
     /// Returns the order in memory of the gradients of q, k and v: the order of q. The gradient of a view of (B, T, H,
     /// D) is such a view too, and is contiguous once the view is undone.
     fn gradient_layout(&self) -> OutputLayout {
-        let strides = self.attention.q.stride();
+        let strides = self.call.attention.q.stride();
         if strides[2] > strides[1] { OutputLayout::Bthd } else { OutputLayout::Bhtd }
     }
 
@@ -55,30 +63,31 @@ impl CpuPath {
     /// the call.
     fn gradients<E: Element>(
         &self,
-        softmax_stats: &[SoftmaxStats],
         output: &Tensor,
         output_gradient: &Tensor,
         lse_gradient: Option<Tensor>,
     ) -> Result<PerInput<Option<Tensor>>> {
+        let Self { call, instruction_set, softmax_stats } = self;
         // (B, H, T_q, D_v) in any layout.
-        let output_gradient = swapped_for(self.attention.output_layout, output_gradient.clone())?;
+        let output_gradient = swapped_for(call.attention.output_layout, output_gradient.clone())?;
         let output_gradient = with_contiguous_rows(&output_gradient)?;
         let lse_gradient = lse_gradient.as_ref().map(to_vec).transpose()?;
         let (output, output_gradient) = (read(output), read(&output_gradient));
         let (output, output_grad) = (output.contiguous::<E>()?, output_gradient.strided()?);
-        let inputs = self.attention.differentiable();
+        let inputs = call.attention.differentiable();
         let layout = self.gradient_layout();
         let wanted = RequestedGradients { layout, of: inputs.map(is_tracked) };
-        let locked = self.lock()?;
+        let tables = QueryTables::new(call)?;
+        let locked = lock(call)?;
         let problem = AttentionBackwardProblem {
-            forward: self.views(&locked)?,
+            forward: views(call, &tables, &locked)?,
             output,
             softmax_stats,
             output_grad,
             lse_grad: lse_gradient.as_deref(),
         };
-        let found = flash::attend_backward(&problem, self.instruction_set, wanted);
-        let found = found.map_err(|error| self.error(error))?;
+        let found = flash::attend_backward(&problem, *instruction_set, wanted);
+        let found = found.map_err(|error| public_error(call, error))?;
         Ok(PerInput {
             q: heads_gradient(inputs.q, found.q, layout)?,
             k: heads_gradient(inputs.k, found.k, layout)?,

@@ -7,14 +7,13 @@ use std::ops::Deref;
 use candle_attention_call::{AttentionCall, AttentionDims as Dims, Dropout, DropoutMask, RequestedResults};
 use candle_core::{Error, Result, Shape, Storage, Tensor};
 
-use super::call::{Call, is_tracked, swapped_for};
+use super::call::{Call, swapped_for};
 use super::dropout::{DropoutDraw, DropoutSource};
 use super::options::OutputLayout;
 use super::prepared::prepared;
 use super::reference;
 use super::results::Attended;
 use super::statistics::AttentionStatistics;
-use crate::mask::CallRanges;
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::flash::{self, CpuCall, Diagonals, KeysOfQueries};
 use candle_attention_modules::base::rowwise::{Element, Read, read, with_float};
@@ -25,8 +24,13 @@ pub(super) fn attend(call: Call, instruction_set: InstructionSet, requested: Req
     if needs_reference_gradients(&call) {
         return reference::attend(&call, requested);
     }
-    let path = CpuPath::new(&call, instruction_set)?;
-    with_float!(path.op, call.attention.q.dtype(), |E| path.attend::<E>(requested))
+    let dropout = match &call.dropout {
+        Some(dropout) => Some(draw(dropout, &call)?),
+        None => None,
+    };
+    let attention = prepared(&call, call.attention.keys.clone(), dropout)?;
+    let call = Call { attention, ..call };
+    with_float!(call.op, call.attention.q.dtype(), |E| run::<E>(call, instruction_set, requested))
 }
 
 /// Returns whether gradients have to come from the reference path: the backward kernel is for calls with scores.
@@ -61,24 +65,16 @@ fn draw_philox_seed(call: &Call) -> Result<u64> {
     Ok(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
 }
 
-/// A call that the CPU kernel runs.
-struct CpuPath {
-    op: &'static str,
-    attention: AttentionCall<Tensor, QueryTables>,
-    instruction_set: InstructionSet,
-}
-
-/// The keys that each query attends to, and its position among them.
+/// The position of each query among its keys, as the kernel reads it.
 struct QueryTables {
-    ranges: CallRanges,
     /// The positions of the queries, (B, T_q), if there are ALiBi slopes.
     positions: Vec<f32>,
     /// For each query, (B, T_q), the entry of the relative bias for key 0, if there is a relative bias.
     relative_bias_origins: Vec<i64>,
 }
 
-impl CpuPath {
-    fn new(call: &Call, instruction_set: InstructionSet) -> Result<Self> {
+impl QueryTables {
+    fn new(call: &Call) -> Result<Self> {
         let positions = match &call.attention.scores.alibi_slopes {
             Some(_) => call.rows()?.positions()?.into_iter().map(|position| position as f32).collect(),
             None => Vec::new(),
@@ -88,66 +84,63 @@ impl CpuPath {
             Some(_) => call.rows()?.by_query(|sequence, i| last_query - i - sequence.first_key as i64)?,
             None => Vec::new(),
         };
-        let ranges = call.attention.keys.ranges.clone();
-        let dropout = match &call.dropout {
-            Some(dropout) => Some(draw(dropout, call)?),
-            None => None,
-        };
-        let attention = prepared(call, QueryTables { ranges, positions, relative_bias_origins }, dropout)?;
-        Ok(Self { op: call.op, attention, instruction_set })
+        Ok(Self { positions, relative_bias_origins })
     }
+}
 
-    /// Returns the shape of the output as it is stored.
-    fn output_shape(&self) -> Shape {
-        let Dims { b, h, t_q, d_v, .. } = self.attention.dims;
-        match self.attention.output_layout {
-            OutputLayout::Bhtd => (b, h, t_q, d_v).into(),
-            OutputLayout::Bthd => (b, t_q, h, d_v).into(),
+/// A call whose tensors are locked for reading.
+type LockedCall<'a, G> = AttentionCall<Read<'a, G>, ()>;
+
+/// Locks the tensors of a call for reading.
+fn lock(call: &Call) -> Result<LockedCall<'_, impl Deref<Target = Storage>>> {
+    call.attention.map((), |_, tensor| Ok(read(tensor)))
+}
+
+/// Returns a call as the kernel reads it.
+fn views<'r>(
+    call: &'r Call,
+    tables: &'r QueryTables,
+    locked: &'r LockedCall<'r, impl Deref<Target = Storage>>,
+) -> Result<CpuCall<'r>> {
+    let len = match &call.attention.scores.relative_bias {
+        Some(biases) => biases.dim(2)?,
+        None => 0,
+    };
+    let diagonals = Diagonals { len, origins: &tables.relative_bias_origins };
+    let keys = KeysOfQueries { ranges: &call.rows()?.keys, positions: &tables.positions, diagonals };
+    locked.map(keys, |_, tensor| tensor.view())
+}
+
+/// Returns the shape of the output as it is stored.
+fn output_shape(call: &Call) -> Shape {
+    let Dims { b, h, t_q, d_v, .. } = call.attention.dims;
+    match call.attention.output_layout {
+        OutputLayout::Bhtd => (b, h, t_q, d_v).into(),
+        OutputLayout::Bthd => (b, t_q, h, d_v).into(),
+    }
+}
+
+/// Returns an error of the kernel as one of the public function.
+fn public_error(call: &Call, error: candle_attention_kernels::Error) -> Error {
+    Error::msg(format!("[{}] {error}", call.op))
+}
+
+/// Runs the kernel on a call whose tensors are prepared for it, and returns the requested results with gradients for
+/// the inputs that are tracked.
+fn run<E: Element>(call: Call, instruction_set: InstructionSet, requested: RequestedResults) -> Result<Attended> {
+    let with_softmax_stats = RequestedResults { softmax_stats: call.tracks_gradients(), ..requested };
+    let tables = QueryTables::new(&call)?;
+    let locked = lock(&call)?;
+    let found = flash::attend::<E>(&views(&call, &tables, &locked)?, instruction_set, with_softmax_stats);
+    let mut found = found.map_err(|error| public_error(&call, error))?;
+    drop(locked);
+    let statistics = match (found.statistics.take(), requested.statistics) {
+        (Some(statistics), Some(wanted)) => {
+            Some(AttentionStatistics::from_kernel(statistics, call.attention.dims, wanted)?)
         }
-    }
-
-    /// Locks the tensors for reading.
-    fn lock(&self) -> Result<AttentionCall<Read<'_, impl Deref<Target = Storage>>, ()>> {
-        self.attention.map((), |_, tensor| Ok(read(tensor)))
-    }
-
-    /// Returns the call as the kernel reads it.
-    fn views<'r>(
-        &'r self,
-        locked: &'r AttentionCall<Read<'r, impl Deref<Target = Storage>>, ()>,
-    ) -> Result<CpuCall<'r>> {
-        let QueryTables { ranges, positions, relative_bias_origins } = &self.attention.keys;
-        let len = match &self.attention.scores.relative_bias {
-            Some(biases) => biases.dim(2)?,
-            None => 0,
-        };
-        let diagonals = Diagonals { len, origins: relative_bias_origins };
-        let keys = KeysOfQueries { ranges: &ranges.rows(self.op)?.keys, positions, diagonals };
-        locked.map(keys, |_, tensor| tensor.view())
-    }
-
-    /// Returns an error of the kernel as one of the public function.
-    fn error(&self, error: candle_attention_kernels::Error) -> Error {
-        Error::msg(format!("[{}] {error}", self.op))
-    }
-
-    /// Runs the kernel, and returns the requested results with gradients for the inputs that are tracked.
-    fn attend<E: Element>(self, requested: RequestedResults) -> Result<Attended> {
-        let is_tracked = self.attention.differentiable().in_order().into_iter().any(is_tracked);
-        let with_softmax_stats = RequestedResults { softmax_stats: is_tracked, ..requested };
-        let locked = self.lock()?;
-        let found = flash::attend::<E>(&self.views(&locked)?, self.instruction_set, with_softmax_stats);
-        let found = found.map_err(|error| self.error(error))?;
-        drop(locked);
-        let statistics = match (found.statistics, requested.statistics) {
-            (Some(statistics), Some(wanted)) => {
-                Some(AttentionStatistics::from_kernel(statistics, self.attention.dims, wanted)?)
-            }
-            _ => None,
-        };
-        let layout = self.attention.output_layout;
-        let stats = found.softmax_stats.unwrap_or_default();
-        let recorded = graph::record_results(self, found.output, found.log_sum_exp, stats)?;
-        Ok(Attended { output: swapped_for(layout, recorded.output)?, statistics, ..recorded })
-    }
+        _ => None,
+    };
+    let layout = call.attention.output_layout;
+    let recorded = graph::record_results(call, instruction_set, found)?;
+    Ok(Attended { output: swapped_for(layout, recorded.output)?, statistics, ..recorded })
 }

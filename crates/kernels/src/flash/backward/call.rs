@@ -1,7 +1,7 @@
 //! The backward pass as the caller describes it, and the same once it is checked.
 
 use super::gradients::GradientPointers;
-use crate::flash::call::CheckedCall;
+use crate::flash::inputs::CheckedCall;
 use crate::flash::options::SoftmaxStats;
 use crate::flash::problem::CpuCall;
 use crate::number::Strided;
@@ -24,7 +24,8 @@ pub struct AttentionBackwardProblem<'a, E> {
 
 /// A checked problem, and where its gradients are written.
 pub struct BackwardCall<'a, E> {
-    pub(super) call: CheckedCall<'a, E>,
+    pub(super) inputs: CheckedCall<'a>,
+    pub(super) q: Strided<'a, E, 3>,
     /// The attention output.
     pub(super) output: &'a [E],
     pub(super) softmax_stats: &'a [SoftmaxStats],
@@ -37,13 +38,13 @@ pub struct BackwardCall<'a, E> {
 impl<E> BackwardCall<'_, E> {
     /// Returns the strides of the gradients of the queries.
     pub(super) fn query_strides(&self) -> LayoutStrides {
-        let dims = &self.call.inputs.dims;
+        let dims = &self.inputs.dims;
         self.requested.layout.strides(dims.h, dims.t_q, dims.d)
     }
 
     /// Returns the strides of the gradients of keys or values of a width.
     pub(super) fn key_strides(&self, width: usize) -> LayoutStrides {
-        let dims = &self.call.inputs.dims;
+        let dims = &self.inputs.dims;
         self.requested.layout.strides(dims.h_kv, dims.t_kv, width)
     }
 }

@@ -3,7 +3,7 @@
 use super::output::GradientOutput;
 use crate::cpu::{Format, SharedPtr, Unwritten};
 use crate::error::Error;
-use crate::flash::inputs::ScoreInputs;
+use crate::flash::inputs::CheckedCall;
 use crate::flash::memory::{unwritten, zeros};
 
 use crate::number::{Number, Strided};
@@ -102,7 +102,7 @@ pub(super) struct GradientMemory<E> {
 
 impl<E: Number> GradientMemory<E> {
     /// Allocates memory for the requested gradients.
-    pub fn new(inputs: &ScoreInputs, requested: RequestedGradients) -> Result<Self, Error> {
+    pub fn new(inputs: &CheckedCall, requested: RequestedGradients) -> Result<Self, Error> {
         let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = inputs.dims;
         let rows = |is_requested: bool, shape: [usize; 4]| -> Result<_, Error> {
             if is_requested { Ok(Some(unwritten("a gradient", &shape)?)) } else { Ok(None) }

@@ -12,8 +12,7 @@ mod step;
 mod task;
 mod tile_gradient;
 
-use super::call::{CheckedCall, output_len};
-use super::inputs::KeysValues;
+use super::inputs::{CheckedCall, KeysValues, output_len, queries};
 use super::kernels::{AttentionKernels, KernelTask};
 use super::memory::no_scratch_memory;
 use super::relative_bias::RelativeBiasTable;
@@ -84,13 +83,14 @@ pub fn attend_backward<E: AttentionKernels>(
         return Err(Error::Shape("expected keys and values that are floats, found some of 8 bits".into()));
     }
     let keys_values = KeysValues::new(&forward)?;
-    let mut call = CheckedCall::new(&forward)?;
+    let mut inputs = CheckedCall::new(&forward)?;
+    let q = queries(&forward)?;
     check_len("output", output.len(), output_len(&dims)?)?;
-    let table = match call.inputs.options.relative_bias {
+    let table = match inputs.options.relative_bias {
         Some(bias) => Some(RelativeBiasTable::new(bias, &dims).ok_or_else(no_scratch_memory)?),
         None => None,
     };
-    call.inputs.relative_bias = table.as_ref();
+    inputs.relative_bias = table.as_ref();
     check_len("softmax_stats", softmax_stats.len(), dims.queries())?;
     if let Some(lse_grad) = lse_grad {
         check_len("lse_grad", lse_grad.len(), dims.queries())?;
@@ -98,13 +98,13 @@ pub fn attend_backward<E: AttentionKernels>(
     output_grad.check("output_grad", [dims.b, dims.h, dims.t_q], dims.d_v)?;
     check_requested(&requested, &forward.scores)?;
 
-    let mut memory = GradientMemory::new(&call.inputs, requested)?;
+    let mut memory = GradientMemory::new(&inputs, requested)?;
     if dims.queries() == 0 {
         // The other dimensions may be of any size then.
         memory.clear_keys_values();
     } else {
         let to = memory.pointers();
-        let backward = BackwardCall { call, output, softmax_stats, output_grad, lse_grad, requested, to };
+        let backward = BackwardCall { inputs, q, output, softmax_stats, output_grad, lse_grad, requested, to };
         E::run(KernelTask::Backward(&backward, keys_values), instruction_set).ok_or_else(no_scratch_memory)?;
     }
     // SAFETY: every element was written.

@@ -17,10 +17,10 @@ impl<E: Number> BackwardCall<'_, E> {
     /// The processor has the instruction set of V, and no other task writes the rows of the head.
     #[inline(always)]
     pub(super) unsafe fn prepare_rows<V: Vector>(&self, head: usize, sink: &mut f32) {
-        let call = &self.call;
+        let inputs = &self.inputs;
         let lanes = V::LANES;
-        let dims = &call.inputs.dims;
-        let options = &call.inputs.options;
+        let dims = &inputs.dims;
+        let options = &inputs.options;
         let strides = self.query_strides();
         let mut sink_sum = 0f64;
         for query in 0..dims.t_q {
@@ -32,7 +32,7 @@ impl<E: Number> BackwardCall<'_, E> {
                 if self.requested.of.q {
                     self.to.q_sums.add(strides.start(row.b, row.head, query)).write_bytes(0, dims.d);
                 }
-                let output = self.output.as_ptr().wrapping_add(call.output_start(row));
+                let output = self.output.as_ptr().wrapping_add(inputs.output_start(row));
                 let gradient = query_row(&self.output_grad, row);
                 let mut sum = V::splat(0.0);
                 for d in (0..dims.d_v).step_by(lanes) {
@@ -42,7 +42,7 @@ impl<E: Number> BackwardCall<'_, E> {
                 }
                 let stats = self.softmax_stats[index];
                 // The gradient of a fully masked query is zero for any gradient of its output.
-                let is_masked = call.inputs.range(row).is_empty() && options.sinks.is_none() || stats.sum == 0.0;
+                let is_masked = inputs.range(row).is_empty() && options.sinks.is_none() || stats.sum == 0.0;
                 // Adding to every score adds the same to the log-sum-exp.
                 let lse_grad = if let Some(lse_grads) = self.lse_grad { lse_grads[index] } else { 0.0 };
                 let delta = if is_masked { 0.0 } else { sum.sum() - lse_grad };
@@ -69,7 +69,7 @@ impl<E: Number> BackwardCall<'_, E> {
     /// As [`prepare_rows`](Self::prepare_rows).
     #[inline(always)]
     pub(super) unsafe fn round_queries<V: Vector>(&self, head: usize, to: SharedPtr<E>) {
-        let dims = &self.call.inputs.dims;
+        let dims = &self.inputs.dims;
         let lanes = V::LANES;
         let strides = self.query_strides();
         for query in 0..dims.t_q {

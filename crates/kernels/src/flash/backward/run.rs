@@ -10,7 +10,7 @@ use super::task::{BackwardTask, BackwardWork, WorkOfCall};
 use super::tile_gradient::TileModifierGradients;
 use crate::cpu::{Kernel, Layout, MAX_LANES, Scratch, SharedPtr, for_each_index, for_each_task};
 use crate::flash::chain::Chain;
-use crate::flash::inputs::{KeysValues, ScoreInputs};
+use crate::flash::inputs::{CheckedCall, KeysValues};
 use crate::flash::tasks::workers;
 use crate::flash::tile::Tile;
 use crate::number::Number;
@@ -34,7 +34,7 @@ fn run_tasks<E: Number>(
     layout: Layout,
     run: &(dyn Fn(BackwardWork<E>) + Sync),
 ) -> Option<()> {
-    let inputs = &backward.call.inputs;
+    let inputs = &backward.inputs;
     let dims = &inputs.dims;
     let workers = workers(dims, size_of::<E>(), 3);
     let heads = dims.b * dims.h;
@@ -92,7 +92,7 @@ struct BackwardSplit {
 impl BackwardSplit {
     /// Splits a call; `None` if there is no memory for so large a number of tasks.
     fn new<E: Number>(backward: &BackwardCall<E>, layout: Layout) -> Option<Self> {
-        let inputs = &backward.call.inputs;
+        let inputs = &backward.inputs;
         let dims = &inputs.dims;
         let sizes = BackwardSizes::new(layout, dims);
         let keys_per_chunk = sizes.blocks * layout.block;
@@ -128,7 +128,7 @@ impl BackwardSplit {
         task: usize,
         run: &(dyn Fn(BackwardWork<E>) + Sync),
     ) {
-        let inputs = &backward.call.inputs;
+        let inputs = &backward.inputs;
         let dims = &inputs.dims;
         let heads = dims.kv_heads();
         // The first keys first: under a causal mask, most queries attend to them.
@@ -163,7 +163,7 @@ struct TaskSums {
 
 impl TaskSums {
     fn new<E: Number>(backward: &BackwardCall<E>, kv: KvHead, keys: Range<usize>) -> Self {
-        let inputs = &backward.call.inputs;
+        let inputs = &backward.inputs;
         let has_shared_bias = backward.to.bias.is_some_and(|bias| bias.is_summed_over_queries);
         let bias_len = if has_shared_bias { inputs.dims.group() * keys.len() } else { 0 };
         let table_len = match inputs.relative_bias {
@@ -193,7 +193,7 @@ impl TaskSums {
     /// Returns the sums of the bias as a tensor with the indices of the whole call.
     fn bias_output<E: Number>(&mut self, backward: &BackwardCall<E>) -> GradientOutput {
         let count = self.keys.len();
-        let first = backward.call.inputs.dims.query_head(self.kv, 0) * count + self.keys.start;
+        let first = backward.inputs.dims.query_head(self.kv, 0) * count + self.keys.start;
         let at = SharedPtr(self.bias.as_mut_ptr().wrapping_sub(first));
         GradientOutput { at, strides: [0, count, 0, 1], is_summed_over_queries: true }
     }
@@ -207,7 +207,7 @@ impl TaskSums {
     /// # Safety
     /// No other thread uses the entries of the key head.
     unsafe fn add_to<E: Number>(&self, backward: &BackwardCall<E>) {
-        let ScoreInputs { dims, options, .. } = &backward.call.inputs;
+        let CheckedCall { dims, options, .. } = &backward.inputs;
         let row = |n: usize| QueryRow { b: self.kv.b, head: dims.query_head(self.kv, n), query: 0 };
         // SAFETY: the entries exist, and as this method's contract.
         unsafe {

@@ -118,7 +118,7 @@ impl<E: Number> BackwardStep<'_, '_, E> {
         let tile = packed.tile;
         let sizes = memory.sizes;
         let requested = &backward.requested;
-        let Some(overlap) = tile.overlap(K::LAYOUT, block.keys(), &backward.call.inputs) else { return };
+        let Some(overlap) = tile.overlap(K::LAYOUT, block.keys(), &backward.inputs) else { return };
         let scores = memory.scores.as_mut_ptr();
         let gradients = memory.gradients.as_mut_ptr();
         // SAFETY: as this method's contract.
@@ -163,7 +163,7 @@ impl<E: Number> BackwardStep<'_, '_, E> {
 
     /// Returns the task that turns the products of the tile into weights and gradients of scores.
     fn tile_gradient(&self, memory: &mut BackwardScratch, overlap: &Overlap) -> TileGradient<'_> {
-        let inputs = self.backward.call.inputs;
+        let inputs = self.backward.inputs;
         TileGradient {
             scores: TileScores {
                 inputs,
@@ -190,7 +190,7 @@ impl<E: Number> BackwardStep<'_, '_, E> {
     /// # Safety
     /// As [`run`](Self::run); the weights and the gradients of scores are computed.
     unsafe fn add_attended<K: Kernel>(&self, memory: &mut BackwardScratch, overlap: &Overlap) {
-        let inputs = &self.backward.call.inputs;
+        let inputs = &self.backward.inputs;
         let sizes = memory.sizes;
         let tile = self.packed.tile;
         let block = self.block;

@@ -84,7 +84,7 @@ impl BackwardTask<'_> {
     #[inline(always)]
     unsafe fn run<K: Kernel, E: Number>(self, backward: &BackwardCall<E>, keys_values: &KeysValues<E>) {
         let Self { memory, kv, keys, tiles, chain, index, modifiers } = self;
-        let inputs = &backward.call.inputs;
+        let inputs = &backward.inputs;
         let units = inputs.options.units(K::IS_BF16);
         let AttentionDims { d, d_v, .. } = inputs.dims;
         let queries = GradientOutput::of_rows(backward.to.q_sums, backward.query_strides());
@@ -149,8 +149,8 @@ unsafe fn pack_tile<'a, K: Kernel, E: Number>(
     tile: &'a Tile,
     factor: f32,
 ) -> PackedTile<'a, E> {
-    let dims = &backward.call.inputs.dims;
-    let queries = TileRows { matrix: &backward.call.q, width: dims.d, dims, tile };
+    let dims = &backward.inputs.dims;
+    let queries = TileRows { matrix: &backward.q, width: dims.d, dims, tile };
     let output_grads = TileRows { matrix: &backward.output_grad, width: dims.d_v, dims, tile };
     let sizes = memory.sizes;
     let staging = memory.staging.as_mut_ptr();
@@ -185,7 +185,7 @@ unsafe fn pack_tile_rows<K: Kernel, E: Number>(
 
 /// Collects the softmax statistics of the columns of a tile.
 fn column_stats<E>(backward: &BackwardCall<E>, tile: &Tile) -> ColumnStats {
-    let dims = &backward.call.inputs.dims;
+    let dims = &backward.inputs.dims;
     let mut columns =
         ColumnStats { max: [0.0; MAX_COLUMNS], reciprocal: [0.0; MAX_COLUMNS], delta: [0.0; MAX_COLUMNS] };
     for column in (0..tile.rows.len()).filter(|&column| !tile.is_empty(column)) {

@@ -16,7 +16,7 @@ use std::ops::Range;
 
 use super::call::ForwardCall;
 use super::epilogue::Partials;
-use super::inputs::{KeysValues, ScoreInputs, query_row};
+use super::inputs::{CheckedCall, KeysValues, query_row};
 use super::options::SoftmaxStats;
 use super::pack::KvHeadRows;
 use super::scores::TileScores;
@@ -47,14 +47,12 @@ pub(super) unsafe fn run<V: Vector, E: Number, S: Stored>(
     call: &ForwardCall<E>,
     keys_values: &KeysValues<S>,
 ) -> Option<()> {
-    let inputs = &call.checked.inputs;
+    let inputs = &call.inputs;
     let values = &keys_values.v;
     // SAFETY: the processor has the instruction set of V; the operands of a step belong to the call.
     run_parts(call, V::LAYOUT, group_rows::<V>(&inputs.dims), size_of::<S>(), &|step| unsafe {
         match step {
-            DecodeStep::WidenQueries { kv, to } => {
-                V::run_simd(WidenQueries { q: &call.checked.q, inputs, kv, queries: to })
-            }
+            DecodeStep::WidenQueries { kv, to } => V::run_simd(WidenQueries { q: &call.q, inputs, kv, queries: to }),
             DecodeStep::MultiplyKeys(products) => V::run_simd(Multiply { rows: &keys_values.k, products }),
             DecodeStep::MultiplyValues(products) => V::run_simd(Multiply { rows: values, products }),
             DecodeStep::Softmax(softmax) => V::run_simd(softmax),
@@ -102,7 +100,7 @@ fn run_parts<E: Number>(
     bytes: usize,
     run: &(dyn Fn(DecodeStep) + Sync),
 ) -> Option<()> {
-    let inputs = &call.checked.inputs;
+    let inputs = &call.inputs;
     let dims = &inputs.dims;
     let parts = dims.t_kv.div_ceil(KV_SPLIT).max(1);
     // Rows that fill up the last group have no query.
@@ -142,7 +140,7 @@ fn run_parts<E: Number>(
 
 /// All query rows of a key head against one part of its keys.
 struct DecodeTask<'a, 'b> {
-    inputs: &'a ScoreInputs<'b>,
+    inputs: &'a CheckedCall<'b>,
     layout: Layout,
     /// R, the rows of a tile.
     group: usize,
@@ -262,7 +260,7 @@ fn group_rows<V: Vector>(dims: &AttentionDims) -> usize {
 /// Converts query rows to f32, times the unit of the scores, with zeros up to whole vectors.
 struct WidenQueries<'a, 'b, E> {
     q: &'a Strided<'b, E, 3>,
-    inputs: &'a ScoreInputs<'b>,
+    inputs: &'a CheckedCall<'b>,
     kv: &'a KvHead,
     /// Takes a row for each.
     queries: *mut f32,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector, add_products};
-use crate::flash::inputs::{KvMatrix, ScoreInputs};
+use crate::flash::inputs::{CheckedCall, KvMatrix};
 use crate::flash::pack::{KvHeadRows, prefetch_row};
 use crate::flash::tile::Tile;
 use crate::number::{Stored, load_first};
@@ -278,7 +278,7 @@ impl<S: Stored> RowProducts<'_, S> {
 /// Adds weighted values that are not all finite: zero times NaN is NaN, so that each row sums only the keys that it
 /// attends to.
 pub(super) struct AccumulateAttended<'a, 'b, S> {
-    pub inputs: &'a ScoreInputs<'b>,
+    pub inputs: &'a CheckedCall<'b>,
     pub values: KvHeadRows<'a, S>,
     pub tile: &'a Tile,
     /// (keys, R).

@@ -8,7 +8,7 @@ use super::memory::KEY_GROUP;
 use super::output::{MAX_TOP, StatisticsOutput};
 use crate::cpu::{EXP2_MIN, Kernel, MAX_COLUMNS, MAX_LANES, SimdTask, Vector};
 use crate::flash::epilogue::with_sink;
-use crate::flash::inputs::ScoreInputs;
+use crate::flash::inputs::CheckedCall;
 use crate::flash::options::{ScoreUnits, SoftmaxStats};
 use crate::flash::state::PanelState;
 use crate::flash::tasks::{AttentionTask, AttentionWorkspace};
@@ -55,7 +55,7 @@ impl SimdTask for Observe<'_, '_> {
 
 /// A tile whose scores (T_kv, panel) were stored.
 struct ScoredTile<'a, 'b> {
-    inputs: &'a ScoreInputs<'b>,
+    inputs: &'a CheckedCall<'b>,
     output: &'a StatisticsOutput<'a>,
     tile: &'a Tile,
     units: ScoreUnits,
