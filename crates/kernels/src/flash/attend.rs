@@ -63,8 +63,8 @@ pub fn attend<E: AttentionKernels>(
     requested: RequestedResults,
 ) -> Result<AttentionResults<E>, Error> {
     check_instruction_set(instruction_set)?;
-    let inputs = CheckedCall::new(call)?;
     let q = queries(call)?;
+    let inputs = CheckedCall::new(call)?;
     let mut memory = ResultMemory::new(&call.dims, requested)?;
     let forward = &ForwardCall { inputs, q, to: memory.pointers(requested) };
     let task = match call.kv_scales {

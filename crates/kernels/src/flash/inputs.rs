@@ -37,14 +37,10 @@ pub(super) struct CheckedCall<'a> {
 }
 
 impl<'a> CheckedCall<'a> {
-    /// Checks everything but the queries, keys and values.
+    /// Checks everything but the dimensions and the queries, which [`queries`] checks, and the keys and values.
     pub fn new(call: &CpuCall<'a>) -> Result<Self, Error> {
         let AttentionCall { dims, keys: KeysOfQueries { ranges, .. }, output_layout, .. } = *call;
-        output_len(&dims)?;
-        let AttentionDims { b, h, h_kv, t_q, t_kv, d_v, .. } = dims;
-        if h_kv == 0 || !h.is_multiple_of(h_kv) {
-            return Err(Error::Shape(format!("expected key heads that divide the {h} query heads, found {h_kv}")));
-        }
+        let AttentionDims { b, h, t_q, t_kv, d_v, .. } = dims;
         check_len("ranges", ranges.len(), b * t_q)?;
         // An empty range may begin anywhere.
         if let Some(range) = ranges.iter().find(|range| !range.is_empty() && range.end > t_kv) {
@@ -80,9 +76,13 @@ impl<'a> CheckedCall<'a> {
     }
 }
 
-/// Returns the checked queries of a call.
+/// Returns the queries of a call, after checking them and the dimensions.
 pub(super) fn queries<'a, E: Number>(call: &CpuCall<'a>) -> Result<Strided<'a, E, 3>, Error> {
-    let AttentionDims { b, h, t_q, d, .. } = call.dims;
+    output_len(&call.dims)?;
+    let AttentionDims { b, h, h_kv, t_q, d, .. } = call.dims;
+    if h_kv == 0 || !h.is_multiple_of(h_kv) {
+        return Err(Error::Shape(format!("expected key heads that divide the {h} query heads, found {h_kv}")));
+    }
     let q = call.q.rows("q", d)?;
     q.check("q", [b, h, t_q], d)?;
     Ok(q)

@@ -83,8 +83,8 @@ pub fn attend_backward<E: AttentionKernels>(
         return Err(Error::Shape("expected keys and values that are floats, found some of 8 bits".into()));
     }
     let keys_values = KeysValues::new(&forward)?;
-    let mut inputs = CheckedCall::new(&forward)?;
     let q = queries(&forward)?;
+    let mut inputs = CheckedCall::new(&forward)?;
     check_len("output", output.len(), output_len(&dims)?)?;
     let table = match inputs.options.relative_bias {
         Some(bias) => Some(RelativeBiasTable::new(bias, &dims).ok_or_else(no_scratch_memory)?),
