@@ -29,7 +29,7 @@
 //! | turn texts into inputs, and plot weights | [`text`], [`plot`] |
 //! | draw the same random weights as PyTorch | [`TorchSeed`] |
 //!
-//! [`guide`] has two guides: for users of PyTorch, and for authors of Candle models.
+//! [`guide`] has guides for users of PyTorch, for users of JAX, flax, Keras and MLX, and for authors of Candle models.
 //!
 //! # Packages
 //!
