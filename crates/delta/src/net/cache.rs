@@ -2,10 +2,10 @@
 
 use candle_core::{Result, Tensor, bail};
 
+use super::drafts::{ChosenTokens, Drafts, KeptTokens, RecordedCall};
+use super::state::{CachedState, OP};
+use super::tree::is_row;
 use candle_attention_modules::base::{Expect, check_entries};
-
-/// The operation in the error texts of the cache.
-const OP: &str = "delta_cache";
 
 /// The cache of one [`GatedDeltaNet`](crate::GatedDeltaNet) for a batch of sequences: the state of each head, and the
 /// last K - 1 inputs of the convolutions. Its size does not depend on the number of tokens.
@@ -15,7 +15,8 @@ const OP: &str = "delta_cache";
 /// the cache. A cache stores nothing that is tracked for gradients: a call with a layer of variables is an error.
 ///
 /// A token cannot be removed from a state: [`truncate`](Self::truncate) and [`truncate_to`](Self::truncate_to) return
-/// to a [`snapshot`](Self::snapshot), or to the beginning.
+/// to a [`snapshot`](Self::snapshot), or to the beginning. A cache [`with_drafts`](Self::with_drafts) also takes back
+/// any number of the last tokens of each sequence, as speculative decoding does.
 ///
 /// ```
 /// use candle_attention::{DeltaCache, DeltaInput, GatedDeltaNet, GatedDeltaNetConfig};
@@ -38,58 +39,45 @@ pub struct DeltaCache {
     /// Snapshots, the earliest first, and last the present state; empty before the first call. No sequence of a state
     /// is longer than in a later state.
     states: Vec<CachedState>,
-}
-
-/// The state after some number of tokens. Tensors are never written to, so that a clone copies no data.
-#[derive(Debug, Clone)]
-pub(super) struct CachedState {
-    /// The number of tokens of each sequence.
-    pub lens: Vec<usize>,
-    /// The last inputs of the convolutions, (B, K - 1, C), contiguous.
-    pub conv_inputs: Tensor,
-    /// The states of the heads, (B, H, D_k, D_v), contiguous.
-    pub head_states: Tensor,
-}
-
-impl CachedState {
-    fn len(&self) -> usize {
-        self.lens.iter().copied().max().unwrap_or(0)
-    }
-
-    /// Returns the state with sequence `sequences[n]` as sequence n.
-    fn reordered(&self, sequences: &[usize]) -> Result<Self> {
-        let rows: Vec<_> = sequences.iter().map(|&sequence| sequence as u32).collect();
-        let rows = Tensor::new(rows.as_slice(), self.head_states.device())?;
-        Ok(Self {
-            lens: sequences.iter().map(|&sequence| self.lens[sequence]).collect(),
-            conv_inputs: self.conv_inputs.index_select(&rows, 0)?,
-            head_states: self.head_states.index_select(&rows, 0)?,
-        })
-    }
-
-    /// Returns the state with the sequences of another after its own.
-    ///
-    /// # Errors
-    /// For tensors of other shapes, another dtype or another device.
-    fn joined(&self, other: &Self) -> Result<Self> {
-        Ok(Self {
-            lens: [self.lens.as_slice(), &other.lens].concat(),
-            conv_inputs: joined("last inputs", &self.conv_inputs, &other.conv_inputs)?,
-            head_states: joined("states", &self.head_states, &other.head_states)?,
-        })
-    }
-}
-
-/// Returns tensors (B, ..) one after the other; `kind` names them in errors.
-fn joined(kind: &str, own: &Tensor, added: &Tensor) -> Result<Tensor> {
-    let dims = [&[added.dims()[0]], &own.dims()[1..]].concat();
-    let name = format!("{kind} of the other cache");
-    let found = Expect::many(OP, &name, added).sizes(&dims)?;
-    found.dtype(own.dtype(), "this cache's")?.same_device("this cache", own.device())?;
-    Tensor::cat(&[own, added], 0)?.contiguous()
+    /// The last tokens, as far as they can be taken back.
+    drafts: Drafts,
 }
 
 impl DeltaCache {
+    /// Makes a cache that can take back up to `tokens` of the last tokens of each sequence, of calls of at most
+    /// `tokens` tokens for a sequence: [`truncate_to`](Self::truncate_to) and [`keep`](Self::keep) with a number for each
+    /// sequence, as [`AttentionCache`](candle_attention_core::AttentionCache) has them.
+    ///
+    /// It stores the state before each of the calls that have these tokens, and the projections of the tokens: one
+    /// state more, for calls of `tokens` tokens. Tokens that stay of such a call are computed again from the state
+    /// before it, without the projections of the layer. The default is 0.
+    ///
+    /// ```
+    /// use candle_attention::{DeltaCache, DeltaInput, GatedDeltaNet, GatedDeltaNetConfig};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let net = GatedDeltaNet::new(&GatedDeltaNetConfig::new(64, 4), VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+    /// let mut cache = DeltaCache::with_drafts(4);
+    /// let prompts = Tensor::zeros((2, 9, 64), DType::F32, &Device::Cpu)?;
+    /// net.forward_with(DeltaInput::new(&prompts).with_cache(&mut cache))?;
+    /// let drafts = Tensor::zeros((2, 4, 64), DType::F32, &Device::Cpu)?;
+    /// net.forward_with(DeltaInput::new(&drafts).with_cache(&mut cache))?;
+    /// cache.truncate_to(&[11, 13])?; // two drafts of the first sequence were wrong
+    /// assert_eq!(cache.lens(), [11, 13]);
+    /// # Ok(()) }
+    /// ```
+    #[doc(alias("speculative_decoding", "rollback"))]
+    #[must_use]
+    pub fn with_drafts(tokens: usize) -> Self {
+        Self { states: Vec::new(), drafts: Drafts::with_limit(tokens) }
+    }
+
+    /// Returns the number of last tokens of a sequence that can be taken back.
+    pub fn drafts(&self) -> usize {
+        self.drafts.limit()
+    }
+
     /// Returns the length of the longest sequence.
     pub fn len(&self) -> usize {
         self.states.last().map_or(0, CachedState::len)
@@ -105,16 +93,17 @@ impl DeltaCache {
         self.len() == 0
     }
 
-    /// Returns the bytes of all stored tensors, snapshots included.
+    /// Returns the bytes of all stored tensors, snapshots and [drafts](Self::with_drafts) included.
     pub fn memory(&self) -> usize {
         let tensors = self.states.iter().flat_map(|state| [&state.conv_inputs, &state.head_states]);
-        tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
+        tensors.chain(self.drafts.tensors()).map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
     }
 
     /// Removes all sequences and all snapshots.
     #[doc(alias = "clear")]
     pub fn reset(&mut self) {
         self.states.clear();
+        self.drafts.reset();
     }
 
     /// Stores the present state, so that [`truncate_to`](Self::truncate_to) can return to these
@@ -127,8 +116,8 @@ impl DeltaCache {
         }
     }
 
-    /// Returns to the state in which every sequence has `len` tokens: a snapshot, the present state, or the empty
-    /// cache for a length of 0.
+    /// Returns to the state in which every sequence has `len` tokens: a snapshot, the present state, the empty
+    /// cache for a length of 0, or a state after some of the last tokens of a cache [`with_drafts`](Self::with_drafts).
     ///
     /// # Errors
     /// As [`truncate_to`](Self::truncate_to), for a batch of different lengths too.
@@ -146,11 +135,12 @@ impl DeltaCache {
     }
 
     /// Returns to the state in which each sequence has its entry of `lens` as length, and drops later snapshots. It is
-    /// a snapshot or the present state. Lengths of 0 without a snapshot are the empty cache.
+    /// a snapshot, the present state, or a state after some of the last tokens of a cache
+    /// [`with_drafts`](Self::with_drafts). Lengths of 0 without a snapshot are the empty cache.
     ///
     /// # Errors
-    /// For another number of sequences, and for lengths that no snapshot has, unless they are the present ones or all
-    /// 0. An error does not change the cache.
+    /// For another number of sequences. For lengths that no snapshot has, unless they are the present ones or all 0; in
+    /// a cache with drafts, for lengths before the tokens that can be taken back. An error does not change the cache.
     pub fn truncate_to(&mut self, lens: &[usize]) -> Result<()> {
         check_entries(OP, "lens", lens.len(), self.batch(), "sequences")?;
         self.restore(lens, "")
@@ -162,10 +152,18 @@ impl DeltaCache {
         match self.states.iter().position(|state| state.lens == lens) {
             Some(index) if index == present => (),
             Some(snapshot) => {
+                self.drafts.truncate_to(lens)?;
                 self.states.truncate(snapshot + 1);
                 self.snapshot();
             }
             None if lens.iter().all(|&len| len == 0) => self.reset(),
+            None if self.drafts.limit() > 0 => {
+                for (sequence, (&len, end)) in lens.iter().zip(self.lens()).enumerate() {
+                    check_len(sequence, len, end)?;
+                }
+                let kept = |sequence| KeptTokens { sequence, len: lens[sequence], later: &[] };
+                self.keep_tokens((0..lens.len()).map(kept))?;
+            }
             None => {
                 let snapshots: Vec<_> = self.states.iter().take(present).map(|state| &state.lens).collect();
                 bail!(
@@ -175,6 +173,79 @@ impl DeltaCache {
                 )
             }
         }
+        Ok(())
+    }
+
+    /// Keeps some of the tokens that each sequence has from its entry of `lens` on, and removes the others: the
+    /// accepted ones of drafted tokens. `lens` are the lengths before the drafts, and `kept[b]` has the accepted tokens
+    /// of sequence b in increasing order, where n is the token at position `lens[b] + n`: a
+    /// [path](candle_attention_core::TokenTree::path) of a tree. It is
+    /// [`AttentionCache::keep`](candle_attention_core::AttentionCache::keep) for a cache
+    /// [`with_drafts`](Self::with_drafts); snapshots of later states are dropped.
+    ///
+    /// After a call with a tree that has branches, a sequence has no state until one path of the tree is kept, or none
+    /// of its tokens.
+    ///
+    /// ```
+    /// use candle_attention::{DeltaCache, DeltaInput, GatedDeltaNet, GatedDeltaNetConfig, TokenTree};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let net = GatedDeltaNet::new(&GatedDeltaNetConfig::new(64, 4), VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+    /// let mut cache = DeltaCache::with_drafts(4);
+    /// let prompts = Tensor::zeros((2, 9, 64), DType::F32, &Device::Cpu)?;
+    /// net.forward_with(DeltaInput::new(&prompts).with_cache(&mut cache))?;
+    /// // Token 0 follows the prompt, 1 and 2 are two guesses after it, 3 follows 2.
+    /// let tree = TokenTree::new(&[None, Some(0), Some(0), Some(2)])?;
+    /// let before = cache.lens();
+    /// let drafts = Tensor::zeros((2, 4, 64), DType::F32, &Device::Cpu)?;
+    /// net.forward_with(DeltaInput::new(&drafts).with_cache(&mut cache).with_tree(&tree))?;
+    /// cache.keep(&before, &[tree.path(1)?, tree.path(3)?])?;
+    /// assert_eq!(cache.lens(), [11, 12]);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// For another number of sequences, for tokens that a sequence does not have or that are not in increasing order,
+    /// for tokens of a tree that are not one path, and as [`truncate_to`](Self::truncate_to). An error does not change
+    /// the cache.
+    #[doc(alias("accept", "compact"))]
+    pub fn keep(&mut self, lens: &[usize], kept: &[impl AsRef<[usize]>]) -> Result<()> {
+        check_entries(OP, "lens", lens.len(), self.batch(), "sequences")?;
+        check_entries(OP, "kept", kept.len(), self.batch(), "sequences")?;
+        let mut later = Vec::with_capacity(kept.len());
+        let mut unchanged = Vec::with_capacity(kept.len());
+        for (sequence, ((&len, tokens), end)) in lens.iter().zip(kept).zip(self.lens()).enumerate() {
+            let tokens = tokens.as_ref();
+            check_len(sequence, len, end)?;
+            check_kept(sequence, tokens, end - len)?;
+            let first_ones = tokens.iter().enumerate().take_while(|&(n, &token)| n == token).count();
+            unchanged.push(len + first_ones);
+            later.push(tokens[first_ones..].iter().map(|token| token - first_ones).collect::<Vec<_>>());
+        }
+        if later.iter().all(Vec::is_empty) {
+            return self.restore(&unchanged, "");
+        }
+        if self.drafts.limit() == 0 {
+            bail!("[{OP}] tokens between others are removed, expected a cache made `with_drafts`")
+        }
+        let kept_tokens = |sequence| KeptTokens { sequence, len: unchanged[sequence], later: &later[sequence] };
+        self.keep_tokens((0..unchanged.len()).map(kept_tokens))
+    }
+
+    /// Keeps some of the last tokens of each sequence, in the order of the sequences.
+    fn keep_tokens<'a>(&mut self, kept: impl Iterator<Item = KeptTokens<'a>>) -> Result<()> {
+        let Some(present) = self.states.last() else { return Ok(()) };
+        let mut chosen: Vec<ChosenTokens> = Vec::new();
+        for tokens in kept {
+            chosen.push(self.drafts.choose(tokens, present.of_sequence(tokens.sequence)?)?);
+        }
+        let state = self.drafts.state_after(&chosen)?;
+        self.states.pop();
+        let is_earlier = |lens: &[usize]| lens.iter().zip(&chosen).all(|(&len, own)| len <= own.unchanged);
+        self.states.retain(|snapshot| is_earlier(&snapshot.lens));
+        self.states.push(state);
+        self.drafts.set(chosen);
         Ok(())
     }
 
@@ -190,6 +261,7 @@ impl DeltaCache {
             return Ok(());
         }
         self.states = self.states.iter().map(|state| state.reordered(sequences)).collect::<Result<_>>()?;
+        self.drafts.reorder(sequences);
         Ok(())
     }
 
@@ -235,7 +307,8 @@ impl DeltaCache {
     /// cache does not change. Copies the states of all sequences.
     ///
     /// Drops the snapshots of this cache, which do not have the new sequences. An empty cache takes the snapshots of
-    /// the other one.
+    /// the other one. A cache [`with_drafts`](Self::with_drafts) takes the last tokens of the other one, if that has
+    /// some.
     ///
     /// # Errors
     /// For a cache whose states have other shapes, another dtype or another device. The cache is unchanged then.
@@ -243,11 +316,13 @@ impl DeltaCache {
         let (Some(own), Some(added)) = (self.states.last(), other.states.last()) else {
             if self.states.is_empty() {
                 self.states.clone_from(&other.states);
+                self.drafts.join(&other.drafts, other.batch());
             }
             return Ok(());
         };
         let joined = own.joined(added)?;
         self.states = vec![joined];
+        self.drafts.join(&other.drafts, other.batch());
         Ok(())
     }
 
@@ -262,7 +337,8 @@ impl DeltaCache {
     /// Returns the present state, if there is one, for a call with these inputs.
     ///
     /// # Errors
-    /// For a state of other shapes or on another device than the call, and for convolution inputs of another dtype.
+    /// For a state of other shapes or on another device than the call, for convolution inputs of another dtype, and
+    /// after a tree of which no path was kept.
     pub(super) fn state_for_call(
         &self,
         conv_shape: &[usize],
@@ -273,6 +349,12 @@ impl DeltaCache {
         let conv_inputs = Expect::many(OP, "last inputs", &state.conv_inputs).sizes(conv_shape)?;
         conv_inputs.same_device("the call", xs.device())?.dtype(xs.dtype(), "the call's")?;
         Expect::many(OP, "states", &state.head_states).sizes(head_shape)?.same_device("the call", xs.device())?;
+        if let Some(sequence) = state.is_tree.iter().position(|&is_tree| is_tree) {
+            bail!(
+                "[{OP}] the last tokens of sequence {sequence} are a tree with branches, expected a call of `keep` with \
+                 the path that was accepted"
+            )
+        }
         Ok(Some(state))
     }
 
@@ -280,18 +362,43 @@ impl DeltaCache {
     ///
     /// # Errors
     /// If a tensor is tracked for gradients, which would end here.
-    pub(super) fn advance(&mut self, lens: Vec<usize>, conv_inputs: &Tensor, head_states: &Tensor) -> Result<()> {
+    pub(super) fn advance(&mut self, call: &RecordedCall, conv_inputs: &Tensor, head_states: &Tensor) -> Result<()> {
         if conv_inputs.track_op() || head_states.track_op() {
             bail!(
                 "[{OP}] the layer's states are tracked for gradients, which a cache cannot store, expected a layer after \
                  `freeze()` and an input `xs.detach()`"
             )
         }
+        let is_tree = |sequence| call.trees.is_some_and(|trees| !is_row(trees.of(sequence)));
         // Candle concatenates views into a transposed tensor, which `index_select` does not take.
-        let state =
-            CachedState { lens, conv_inputs: conv_inputs.contiguous()?, head_states: head_states.contiguous()? };
+        let state = CachedState {
+            lens: call.tokens.ends().collect(),
+            is_tree: (0..call.tokens.tokens.len()).map(is_tree).collect(),
+            conv_inputs: conv_inputs.contiguous()?,
+            head_states: head_states.contiguous()?,
+        };
+        self.drafts.record(call)?;
         self.states.pop();
         self.states.push(state);
         Ok(())
     }
+}
+
+/// Checks a length of a sequence that has `end` tokens.
+fn check_len(sequence: usize, len: usize, end: usize) -> Result<()> {
+    if len > end {
+        bail!("[{OP}] the length for sequence {sequence} is {len}, expected at most its {end} tokens")
+    }
+    Ok(())
+}
+
+/// Checks the kept tokens of a sequence, of which `drafted` can be kept.
+fn check_kept(sequence: usize, kept: &[usize], drafted: usize) -> Result<()> {
+    if let Some(token) = kept.iter().find(|&&token| token >= drafted) {
+        bail!("[{OP}] a kept token of sequence {sequence} is {token}, expected one of its last {drafted}")
+    }
+    if !kept.is_sorted_by(|token, next| token < next) {
+        bail!("[{OP}] the kept tokens of sequence {sequence} are {kept:?}, expected increasing numbers")
+    }
+    Ok(())
 }

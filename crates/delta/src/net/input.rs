@@ -4,8 +4,9 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::cache::DeltaCache;
 use super::config::{GatedDeltaNetConfig, OP};
+use super::tree::Trees;
 use candle_attention_core::internal::{NewTokens, Padding, rows_of_ones};
-use candle_attention_core::{Backend, PackedSequences};
+use candle_attention_core::{Backend, PackedSequences, TokenTree};
 use candle_attention_modules::base::Dim::{Any, Is, Named};
 use candle_attention_modules::base::{Expect, OptionalRef, fits_in_memory};
 
@@ -17,6 +18,8 @@ pub struct DeltaInput<'a> {
     pub(super) cache: Option<&'a mut DeltaCache>,
     attention_mask: Option<&'a Tensor>,
     valid_lens: Option<&'a [usize]>,
+    /// One tree for all sequences, or one for each.
+    trees: Option<&'a [TokenTree]>,
     pub(super) packed: Option<&'a PackedSequences>,
     pub(super) residual: Option<&'a Tensor>,
     pub(super) backend: Backend,
@@ -30,6 +33,7 @@ impl<'a> DeltaInput<'a> {
             cache: None,
             attention_mask: None,
             valid_lens: None,
+            trees: None,
             packed: None,
             residual: None,
             backend: Backend::default(),
@@ -54,6 +58,24 @@ impl<'a> DeltaInput<'a> {
     /// Sets padding on the right: the number of tokens of each of the B sequences, at most T.
     pub fn with_valid_lens(mut self, valid_lens: impl OptionalRef<'a, [usize]>) -> Self {
         self.valid_lens = valid_lens.into_option();
+        self
+    }
+
+    /// Sets that the tokens of the call are the nodes of a tree, in every sequence: drafts, of which a model accepts
+    /// one path. A node follows the tokens in the cache and its ancestors. A cache of a tree that has branches is made
+    /// [`with_drafts`](DeltaCache::with_drafts) for its number of nodes; [`DeltaCache::keep`] then keeps the path.
+    ///
+    /// The projections of a node are computed once, and the rule once for each path that it is on.
+    #[doc(alias("tree_attention"))]
+    pub fn with_tree(mut self, tree: impl OptionalRef<'a, TokenTree>) -> Self {
+        self.trees = tree.into_option().map(std::slice::from_ref);
+        self
+    }
+
+    /// Sets a [tree](Self::with_tree) for each sequence. Trees of different sizes need padding
+    /// ([`with_valid_lens`](Self::with_valid_lens)): the nodes are the tokens of a sequence.
+    pub fn with_trees(mut self, trees: impl OptionalRef<'a, [TokenTree]>) -> Self {
+        self.trees = trees.into_option();
         self
     }
 
@@ -84,16 +106,18 @@ impl<'a> From<&'a Tensor> for DeltaInput<'a> {
 }
 
 /// The checked inputs of a call.
-pub(super) struct CheckedInput {
+pub(super) struct CheckedInput<'a> {
     /// (B, T, E), with zeros for padding.
     pub xs: Tensor,
     /// Which of the inputs are tokens.
     pub tokens: NewTokens,
+    /// The trees of the tokens, if one has a branch.
+    pub trees: Option<Trees<'a>>,
 }
 
-impl DeltaInput<'_> {
+impl<'a> DeltaInput<'a> {
     /// Checks that the inputs fit a layer with weights of a dtype on a device, and each other.
-    pub(super) fn check(&self, cfg: &GatedDeltaNetConfig, dtype: DType, device: &Device) -> Result<CheckedInput> {
+    pub(super) fn check(&self, cfg: &GatedDeltaNetConfig, dtype: DType, device: &Device) -> Result<CheckedInput<'a>> {
         let xs = self.xs;
         let expect = Expect::one(OP, "input", xs).embeddings()?;
         match self.packed {
@@ -120,7 +144,31 @@ impl DeltaInput<'_> {
         if self.packed.is_some() && (self.cache.is_some() || has_padding) {
             bail!("[{OP}] packed sequences were given with a cache or with padding, expected neither")
         }
-        Ok(CheckedInput { xs: tokens.without_padding(batch)?, tokens })
+        let trees = self.check_trees(&tokens)?;
+        Ok(CheckedInput { xs: tokens.without_padding(batch)?, tokens, trees })
+    }
+
+    /// Returns the trees of the call, if one has a branch.
+    fn check_trees(&self, tokens: &NewTokens) -> Result<Option<Trees<'a>>> {
+        let Some(all) = self.trees else { return Ok(None) };
+        if self.packed.is_some() {
+            bail!("[{OP}] packed sequences were given with a tree, expected a batch")
+        }
+        let trees = Trees::new(all, tokens)?;
+        if trees.are_rows() {
+            return Ok(None);
+        }
+        if let Some(cache) = &self.cache {
+            let most = tokens.tokens.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
+            if most > cache.drafts() {
+                bail!(
+                    "[{OP}] a tree has {most} tokens, of which one path is kept, expected a cache made \
+                     `with_drafts({most})`, found `with_drafts({})`",
+                    cache.drafts()
+                )
+            }
+        }
+        Ok(Some(trees))
     }
 
     /// Returns which of the inputs (B, T) are tokens.

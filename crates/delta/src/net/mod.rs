@@ -4,11 +4,15 @@ mod cache;
 mod config;
 mod conv;
 mod conv_cuda;
+mod drafts;
 mod forward;
 mod gates;
 mod input;
 mod layout;
 mod projections;
+mod recurrence;
+mod state;
+mod tree;
 
 pub use cache::DeltaCache;
 pub use config::GatedDeltaNetConfig;
