@@ -93,7 +93,11 @@ fn awq_with_misfit_tensors_is_an_error() -> Result<()> {
     }
     assert_fault(layer.read_without("qzeros"), "expected `qweight`, `qzeros` and `scales`");
     for (config, expected) in [
-        (r#"{"quantization_config": {"quant_method": "awq", "version": "gemv_fast"}}"#, "\"gemv_fast\" of AWQ"),
+        (r#"{"quantization_config": {"quant_method": "awq", "version": "gemv2"}}"#, "\"gemv2\" of AWQ"),
+        (
+            r#"{"quantization_config": {"quant_method": "awq", "version": "gemv_fast"}}"#,
+            "expected codes of 4 bits, `qweight` (out / 4, in) of I16",
+        ),
         (r#"{"quantization_config": {"quant_method": "awq", "backend": "llm-awq"}}"#, "\"llm-awq\" of AWQ"),
         (r#"{"quantization_config": {"quant_method": "awq", "bits": 9}}"#, "expected codes of 9 bits"),
         (r#"{"quantization_config": {"quant_method": "awq", "version": "gemv"}}"#, "`qweight` (out, in · bits / 32)"),
@@ -101,6 +105,56 @@ fn awq_with_misfit_tensors_is_an_error() -> Result<()> {
         let other = awq(config);
         assert_fault(other.read(&other.parts), expected);
     }
+    Ok(())
+}
+
+#[test]
+fn awq_gemv_fast_with_misfit_tensors_is_an_error() -> Result<()> {
+    let layer = Layer {
+        config: r#"{"quantization_config": {"quant_method": "awq", "version": "gemv_fast", "group_size": 32}}"#,
+        parts: vec![
+            part("qweight", Dtype::I16, &[1, 64]),
+            part("qzeros", Dtype::F16, &[8, 4]),
+            part("scales", Dtype::F16, &[8, 4]),
+        ],
+        metadata: None,
+    };
+    assert_fault(layer.read(&layer.parts), "shape mismatch for q_proj.weight");
+    for (name, dtype, shape) in [
+        ("qweight", Dtype::I32, &[1, 64][..]),
+        ("qweight", Dtype::I16, &[1, 96]),
+        ("qweight", Dtype::I16, &[64]),
+        ("qzeros", Dtype::F16, &[8, 5]),
+        ("scales", Dtype::F16, &[9, 4]),
+    ] {
+        assert_fault(layer.read_with(&part(name, dtype, shape)), "expected codes of 4 bits, `qweight` (out / 4, in)");
+    }
+    assert_fault(layer.read_without("scales"), "found 4 bits, `qweight` I16 [1, 64], `qzeros` F16 [8, 4]");
+    Ok(())
+}
+
+#[test]
+fn compressed_experts_with_misfit_tensors_are_an_error() -> Result<()> {
+    let layer = Layer {
+        config: FOUR_BITS,
+        parts: vec![
+            part("weight_packed", Dtype::I32, &[3, 2, 8]),
+            part("weight_scale", Dtype::BF16, &[3, 2, 2]),
+            numbers("weight_shape", Dtype::I64, &[3, 2, 64]),
+        ],
+        metadata: None,
+    };
+    assert_fault(layer.read(&layer.parts), "shape mismatch for q_proj.weight");
+    let experts = "expected `weight_packed` of two dimensions and `weight_shape` (2), or of three";
+    for shape in [&[2, 2, 64][..], &[2, 64], &[0, 2, 64], &[-1, 2, 64]] {
+        assert_fault(layer.read_with(&numbers("weight_shape", Dtype::I64, shape)), experts);
+    }
+    assert_fault(layer.read_with(&numbers("weight_shape", Dtype::I64, &[3, 3, 64])), "of a weight (3, 64)");
+    let scale = |shape: &[usize]| part("weight_scale", Dtype::BF16, shape);
+    assert_fault(layer.read_with(&scale(&[3, 1, 2])), "expected scales of a weight (6, 64)");
+    assert_fault(layer.read_with(&scale(&[2, 2, 2])), "expected scales of a weight (6, 64)");
+    let zeros = part("weight_zero_point", Dtype::I32, &[1, 2]);
+    assert_fault(layer.read_with(&zeros), "`weight_zero_point` (out · bits / 32, groups)");
     Ok(())
 }
 

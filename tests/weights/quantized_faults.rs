@@ -154,11 +154,12 @@ fn hqq_with_misfit_tensors_is_an_error() -> Result<()> {
     ];
     let layer = Layer { config: "{}", parts, metadata: None };
     layer.read(&layer.parts)?;
-    assert_fault(layer.read_with(&number("nbits", 5)), "`nbits` is 5, expected 1, 2, 3, 4 or 8");
+    assert_fault(layer.read_with(&number("nbits", 7)), "`nbits` is 7, expected 1 to 6, or 8");
     assert_fault(layer.read_with(&number("nbits", -4)), "nbits has a number below 0");
     assert_fault(layer.read_with(&number("nbits", 3)), "`W_q` has 64 bytes, expected 1 rows of 32 codes of 3 bits");
     assert_fault(layer.read_with(&part("nbits", Dtype::I32, &[2])), "nbits has 2 numbers, expected one");
-    assert_fault(layer.read_with(&number("axis", 0)), "`axis` is 0, expected 1");
+    assert_fault(layer.read_with(&number("axis", 2)), "`axis` is 2, expected 0 or 1");
+    assert_fault(layer.read_with(&number("axis", 0)), "expected `scale` (1, groups)");
     assert_fault(layer.read_with(&number("quant_zero", 1)), "`quant_zero` is true");
     assert_fault(layer.read_with(&shape([2, -64])), "shape has a number below 0");
     assert_fault(layer.read_with(&shape([0, 64])), "`shape` is [0, 64], which 4 groups do not divide");
@@ -166,10 +167,7 @@ fn hqq_with_misfit_tensors_is_an_error() -> Result<()> {
     assert_fault(layer.read_with(&shape([1 << 40, 1 << 20])), "`W_q` has 64 bytes, expected 2 rows");
     assert_fault(layer.read_with(&shape([1 << 40, 4])), "`W_q` has 64 bytes, expected 2 rows");
     assert_fault(layer.read_with(&part("shape", Dtype::I64, &[3])), "expected a matrix");
-    assert_fault(
-        layer.read_with(&part("scale", Dtype::F16, &[1, 4])),
-        "`scale` has shape [1, 4], expected (groups, 1)",
-    );
+    assert_fault(layer.read_with(&part("scale", Dtype::F16, &[1, 4])), "expected `scale` (groups, 1)");
     assert_fault(layer.read_with(&part("scale", Dtype::F16, &[0, 1])), "which 0 groups do not divide");
     assert_fault(layer.read_with(&part("zero", Dtype::F16, &[3, 1])), "zero has [3, 1] numbers, expected 4");
     for name in ["shape", "nbits", "axis", "zero"] {
@@ -253,7 +251,33 @@ fn nvfp4_with_misfit_tensors_is_an_error() -> Result<()> {
         layer.read_with(&part("weight_scale_2", Dtype::F32, &[2])),
         "weight_scale_2 has [2] numbers, expected 1",
     );
-    assert_fault(layer.read_with(&part("pre_quant_scale", Dtype::F32, &[64])), "pre_quant_scale multiplies the inputs");
+    layer.read_with(&part("pre_quant_scale", Dtype::F32, &[64]))?;
+    let factors = part("pre_quant_scale", Dtype::F32, &[65]);
+    assert_fault(layer.read_with(&factors), "pre_quant_scale has [65] numbers, expected 64");
+    Ok(())
+}
+
+#[test]
+fn bitnet_with_misfit_tensors_is_an_error() -> Result<()> {
+    let parts = vec![part("weight", Dtype::U8, &[1, 64]), part("weight_scale", Dtype::BF16, &[1])];
+    let with = |config| Layer { config, parts: parts.clone(), metadata: None };
+    let layer = with(r#"{"quantization_config": {"quant_method": "bitnet", "linear_class": "autobitlinear"}}"#);
+    let of_two = "shape mismatch for q_proj.weight";
+    assert_fault(layer.read(&layer.parts), of_two);
+    let shapes = "expected `weight` (out / 4, in) of U8 and `weight_scale`, one number";
+    assert_fault(layer.read_with(&part("weight", Dtype::U8, &[64])), shapes);
+    assert_fault(layer.read_with(&part("weight", Dtype::U8, &[0, 64])), shapes);
+    assert_fault(layer.read_with(&part("weight_scale", Dtype::BF16, &[2])), shapes);
+    assert_fault(layer.read_without("weight_scale"), shapes);
+    for (config, expected) in [
+        (r#"{"quantization_config": {"quant_method": "bitnet", "use_rms_norm": true}}"#, "`use_rms_norm` of BitNet"),
+        (r#"{"quantization_config": {"quant_method": "bitnet", "linear_class": "other"}}"#, "\"other\" of BitNet"),
+    ] {
+        assert_fault(with(config).read(&parts), expected);
+    }
+    let online = with(r#"{"quantization_config": {"quant_method": "bitnet", "quantization_mode": "online"}}"#);
+    let floats = [part("weight", Dtype::BF16, &[2, 64])];
+    assert_fault(online.read(&floats), "`quantization_mode` \"online\" of BitNet");
     Ok(())
 }
 

@@ -20,10 +20,10 @@ def dequantised(layer):
     return layer.dequantize().numpy()
 
 
-def write(name, seed, **settings):
+def write(name, seed, axis=1, **settings):
     with llamas.saved(seed, tie_word_embeddings=False) as path:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    quantization = BaseQuantizeConfig(axis=1, **settings)
+    quantization = BaseQuantizeConfig(axis=axis, **settings)
     AutoHQQHFModel.quantize_model(model, quant_config=quantization, compute_dtype=torch.bfloat16, device="cpu")
     # HQQ appends the names of the files to the text.
     AutoHQQHFModel.save_to_safetensors(model, f"{common.folder(name)}/")
@@ -41,3 +41,8 @@ write("hqq_4_bits", 1, nbits=4, group_size=32)
 write("hqq_3_bits", 2, nbits=3, group_size=64)
 write("hqq_2_bits", 3, nbits=2, group_size=16)
 write("hqq_8_bits_as_floats", 4, nbits=8, group_size=64, view_as_float=True)
+# A byte for each code.
+write("hqq_6_bits", 5, nbits=6, group_size=32)
+# Scales of outputs that are far apart: each input has its own.
+write("hqq_4_bits_axis_0", 6, axis=0, nbits=4, group_size=32)
+write("hqq_3_bits_axis_0", 7, axis=0, nbits=3, group_size=64)

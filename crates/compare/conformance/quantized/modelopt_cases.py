@@ -7,6 +7,7 @@
 import json
 
 import modelopt.torch.quantization as mtq
+import modelopt.torch.quantization.tensor_quant as tensor_quant
 import torch
 from modelopt.torch.export import export_hf_checkpoint
 from modelopt.torch.quantization.qtensor import NVFP4QTensor
@@ -25,9 +26,27 @@ def dequantised(tensors, name):
     if weight.dtype == torch.uint8:
         own = NVFP4QTensor((weight.shape[0], weight.shape[1] * 2), torch.float32, weight)
         double = tensors[f"{name}_scale_2"]
-        return own.dequantize(torch.float32, scale=scale, double_scale=double, block_sizes={-1: 16}).numpy()
+        factors = tensors.get(name.replace("weight", "pre_quant_scale"))
+        if factors is None:
+            return own.dequantize(torch.float32, scale=scale, double_scale=double, block_sizes={-1: 16}).numpy()
+        # The layer multiplies its inputs by the factors; here the scales have them, each product rounded to f32.
+        ones = {"scale": torch.ones_like(scale), "double_scale": torch.ones_like(double)}
+        codes = own.dequantize(torch.float32, block_sizes={-1: 16}, **ones)
+        scales = (scale.float() * double).repeat_interleave(16, dim=1) * factors.float()
+        return (codes * scales).numpy()
     # The formula of its FP8QTensor, in f32.
     return (weight.float() * scale.float()).numpy()
+
+
+def rounded_on_cpu(numbers, block, amax, *_):
+    """Returns what the library's kernel, which runs on GPUs alone, returns: numbers rounded to NVFP4."""
+    double = amax.float().amax() / (6 * 448)
+    own, scale, double = NVFP4QTensor.quantize(numbers, block, weights_scaling_factor_2=double)
+    return own.dequantize(numbers.dtype, scale=scale, double_scale=double, block_sizes={-1: block})
+
+
+# The search for the factors of NVFP4_AWQ rounds weights.
+tensor_quant.dynamic_block_quantize_op = rounded_on_cpu
 
 
 def write(name, seed, settings):
@@ -53,3 +72,5 @@ def write(name, seed, settings):
 
 write("modelopt_fp8", 1, mtq.FP8_DEFAULT_CFG)
 write("modelopt_nvfp4", 2, mtq.NVFP4_DEFAULT_CFG)
+# The output projection keeps its factors of inputs; the norms have the factors of the layers behind them.
+write("modelopt_nvfp4_awq", 3, mtq.NVFP4_AWQ_LITE_CFG)

@@ -13,7 +13,7 @@ use super::bits::append_stream;
 use super::groups::Groups;
 use super::packed_words::{Packing, packing};
 use super::tensors::Tensors;
-use super::{Format, Found, Module};
+use super::{Format, Found, Module, awq_fast};
 use candle_attention_modules::base::{CodeValues, GroupNumbers, QuantizedWeight};
 
 /// The output of each code in a word of 4 bits.
@@ -47,7 +47,11 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
     if tensors.get("qweight").is_none() {
         return Ok(None);
     }
-    let Some(packing @ (Packing::AwqGemm | Packing::AwqGemv)) = packing(module.settings)? else { return Ok(None) };
+    let packing = match packing(module.settings)? {
+        Some(packing @ (Packing::AwqGemm | Packing::AwqGemv)) => packing,
+        Some(Packing::AwqGemvFast) => return awq_fast::find(module).map(Some),
+        Some(Packing::Gptq { .. }) | None => return Ok(None),
+    };
     let [Some(codes), Some(zeros), Some(scales)] = ["qweight", "qzeros", "scales"].map(|name| tensors.matrix(name))
     else {
         bail!("expected `qweight`, `qzeros` and `scales` of two dimensions, found {}", tensors.described())

@@ -17,6 +17,11 @@ pub(crate) fn float8_of(dtype: Dtype) -> Option<Float8> {
     }
 }
 
+/// Returns whether a dtype is one of floats that plain weights have.
+pub(super) fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F16 | Dtype::BF16 | Dtype::F32 | Dtype::F64)
+}
+
 /// Returns the numbers of the scales of MXFP4 and MXFP8: powers of 2, and NaN.
 pub(super) fn e8m0() -> Vec<f32> {
     (0..=u8::MAX).map(e8m0_number).collect()

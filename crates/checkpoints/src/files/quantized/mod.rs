@@ -5,6 +5,8 @@
 //! reads them.
 
 mod awq;
+mod awq_fast;
+mod bitnet;
 mod bits;
 mod bitsandbytes;
 mod compressed;
@@ -40,8 +42,9 @@ use tensors::Tensors;
 type Finder = fn(&Module) -> Result<Option<Found>>;
 
 /// The methods, in the order in which they are looked for: if one has the tensors of another and more, it comes first.
-const FINDERS: [Finder; 10] = [
+const FINDERS: [Finder; 11] = [
     bitsandbytes::find,
+    bitnet::find,
     hqq::find,
     torchao::find,
     quanto::find,
@@ -161,10 +164,11 @@ fn layer(module: &Module, full_name: impl Fn(&str) -> String) -> Option<Quantize
         Ok(found) => found,
         Err(error) => return Some(QuantizedLayer { weight, tensors: Vec::new(), entry: Err(error) }),
     };
-    // A tensor of floats of 8 bits keeps its dimensions.
-    let of_codes = module.tensors.get("weight").map(|codes| &codes.shape);
-    let shape = match of_codes {
-        Some(shape) if shape.iter().product::<usize>() == found.outputs * found.inputs => shape.clone(),
+    // A tensor of floats of 8 bits keeps its dimensions, and so do several matrices in words.
+    let shape_of = |name| module.tensors.get(name).map(|codes| codes.shape.as_slice());
+    let shape = match (shape_of("weight"), shape_of("weight_packed")) {
+        (Some(shape), _) if shape.iter().product::<usize>() == found.outputs * found.inputs => shape.to_vec(),
+        (None, Some([outputs @ .., _])) if outputs.len() > 1 => [outputs, &[found.inputs]].concat(),
         _ => vec![found.outputs, found.inputs],
     };
     let tensors = module.tensors.only(&found.tensors);

@@ -19,6 +19,8 @@ pub(super) enum Packing {
     AwqGemm,
     /// AWQ, codes along the inputs of each output.
     AwqGemv,
+    /// AWQ, codes of 4 outputs in turn.
+    AwqGemvFast,
 }
 
 /// Returns the way of packing that a config names; `None` if it names another method.
@@ -56,11 +58,14 @@ fn of_gptq(format: Option<&str>) -> Result<Packing> {
 
 fn of_awq(object: &Value, format: Option<&str>) -> Result<Packing> {
     if object["backend"] == "llm-awq" {
-        bail!("the config says `backend` \"llm-awq\" of AWQ, expected layers of `version` \"gemm\" or \"gemv\"")
+        bail!("the config says `backend` \"llm-awq\" of AWQ, expected layers that AutoAWQ wrote")
     }
     match format {
         None | Some("gemm" | "exllama") => Ok(Packing::AwqGemm),
         Some("gemv") => Ok(Packing::AwqGemv),
-        Some(other) => bail!("the config says `version` {other:?} of AWQ, expected \"gemm\" or \"gemv\""),
+        Some("gemv_fast") => Ok(Packing::AwqGemvFast),
+        Some(other) => {
+            bail!("the config says `version` {other:?} of AWQ, expected \"gemm\", \"gemv\" or \"gemv_fast\"")
+        }
     }
 }

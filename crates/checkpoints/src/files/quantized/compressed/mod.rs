@@ -2,7 +2,7 @@
 //!
 //! | format | tensors of a linear layer |
 //! | --- | --- |
-//! | `pack-quantized` | `weight_packed` (out, in · bits / 32) of I32, `weight_scale`, `weight_shape` (2), and where they are needed `weight_zero_point` in words along the outputs, `weight_g_idx` (in) |
+//! | `pack-quantized` | `weight_packed` (out, in · bits / 32) of I32, `weight_scale`, `weight_shape` (2), and where they are needed `weight_zero_point` in words along the outputs, `weight_g_idx` (in); for experts these with a dimension more, and `weight_shape` (3) |
 //! | `int-quantized`, `naive-quantized` | `weight` of I8 with `weight_scale`, `weight_zero_point` |
 //! | `float-quantized`, `naive-quantized` | `weight` of E4M3 with `weight_scale` |
 //! | `mxfp8-quantized` | `weight` of E4M3 with `weight_scale` of E8M0 |
@@ -82,9 +82,14 @@ fn sizes(module: &Module, outputs: usize, inputs: usize, scheme: &Scheme) -> Res
         bail!("expected a weight that is not empty, found {}", module.tensors.described())
     }
     let in_blocks = scheme.block.map(|[rows, columns]| Block { rows, columns });
-    let blocks = match in_blocks {
-        Some(blocks) if scale.shape == blocks.grid(outputs, inputs) => Some(blocks),
-        _ => Block::of_shape(outputs, inputs, &scale.shape, scheme.group),
+    let blocks = match (in_blocks, scale.shape.as_slice()) {
+        (Some(blocks), shape) if shape == blocks.grid(outputs, inputs) => Some(blocks),
+        // Experts: the outputs of all of them follow each other.
+        (_, [matrices @ .., rows, columns]) if !matrices.is_empty() => {
+            let all_rows = matrices.iter().product::<usize>().saturating_mul(*rows);
+            Block::of_shape(outputs, inputs, &[all_rows, *columns], scheme.group)
+        }
+        (_, shape) => Block::of_shape(outputs, inputs, shape, scheme.group),
     };
     let Some(blocks) = blocks else {
         bail!(

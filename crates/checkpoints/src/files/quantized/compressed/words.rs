@@ -24,7 +24,10 @@ enum Packed {
 /// A weight in words.
 #[derive(Debug)]
 struct Words {
+    /// The sizes, with the outputs of all matrices, one after the other.
     sizes: Sizes,
+    /// The number of matrices: 1, or that of experts.
+    matrices: usize,
     bits: usize,
     packed: Packed,
 }
@@ -34,10 +37,20 @@ pub(super) fn find(module: &Module) -> Result<Found> {
     let scheme = scheme_of(module)?;
     let bits = scheme.bits;
     let shape = tensors.get("weight_shape").map(|_| tensors.whole("weight_shape")).transpose()?;
-    let (Some([rows, words]), Some(&[outputs, inputs])) = (tensors.matrix("weight_packed"), shape.as_deref()) else {
+    let stored = tensors.get("weight_packed").map(|own| own.shape.as_slice());
+    let is_whole = |number: &i64| usize::try_from(*number).unwrap_or(0);
+    let shape: Vec<usize> = shape.iter().flatten().map(is_whole).collect();
+    let (Some([experts @ .., rows, words]), [of_experts @ .., outputs, inputs]) = (stored, shape.as_slice()) else {
         bail!("expected `weight_packed` of two dimensions and `weight_shape` (2), found {}", tensors.described())
     };
-    let (outputs, inputs) = (usize::try_from(outputs).unwrap_or(0), usize::try_from(inputs).unwrap_or(0));
+    if experts.len() > 1 || experts != of_experts || experts == [0] {
+        bail!(
+            "expected `weight_packed` of two dimensions and `weight_shape` (2), or of three and `weight_shape` (3), \
+             found {} with the shape {shape:?}",
+            tensors.described()
+        )
+    }
+    let (rows, words, outputs, inputs) = (*rows, *words, *outputs, *inputs);
     let packed = match inputs.checked_mul(bits) {
         _ if !matches!(bits, 1..=8) || rows != outputs => None,
         Some(all) if all.div_ceil(32) == words => Some(Packed::Stream),
@@ -51,17 +64,21 @@ pub(super) fn find(module: &Module) -> Result<Found> {
             tensors.described()
         )
     };
-    let sizes = sizes(module, outputs, inputs, &scheme)?;
+    let matrices = experts.first().copied().unwrap_or(1);
+    let Some(all_outputs) = matrices.checked_mul(outputs) else {
+        bail!("{matrices} matrices are too large to address")
+    };
+    let sizes = sizes(module, all_outputs, inputs, &scheme)?;
     if let Some(list) = tensors.get("weight_g_idx")
         && list.shape != [inputs]
     {
         bail!("expected `weight_g_idx` ({inputs}), found {}", tensors.described())
     }
-    let format = Words { sizes, bits, packed };
+    let format = Words { sizes, matrices, bits, packed };
     format.check_zeros(tensors)?;
     let mut used = vec!["weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"];
     used.extend(passed_over(module));
-    Ok(Found { outputs, inputs, format: Arc::new(format), tensors: used })
+    Ok(Found { outputs: all_outputs, inputs, format: Arc::new(format), tensors: used })
 }
 
 impl Words {
@@ -92,9 +109,13 @@ impl Words {
         let Some(zeros) = tensors.get("weight_zero_point") else { return Ok(()) };
         let Sizes { outputs, inputs, blocks, scale_columns } = self.sizes;
         let count = blocks.grid(outputs, inputs).iter().product::<usize>();
-        let fits = match zeros.dtype {
-            Dtype::I32 => zeros.shape == [self.words_of(outputs), scale_columns] && blocks.rows == 1,
-            Dtype::I8 => zeros.shape.iter().product::<usize>() == count,
+        let words = self.words_of(outputs / self.matrices);
+        let fits = match (zeros.dtype, zeros.shape.as_slice()) {
+            (Dtype::I32, [words_of_zeros, columns]) => {
+                self.matrices == 1 && blocks.rows == 1 && [*words_of_zeros, *columns] == [words, scale_columns]
+            }
+            (Dtype::I32, own) => blocks.rows == 1 && own == [self.matrices, words, scale_columns],
+            (Dtype::I8, own) => own.iter().product::<usize>() == count,
             _ => false,
         };
         if fits {
@@ -120,14 +141,17 @@ impl Words {
         if stored.dtype == Dtype::I8 {
             return Ok(GroupNumbers::Whole(bytes.into_iter().map(|zero| zero.wrapping_add(middle)).collect()));
         }
-        let words = self.words_of(outputs);
-        let by_group = transpose_words(&bytes, words, scale_columns);
+        let outputs_of_matrix = outputs / self.matrices;
+        let words = self.words_of(outputs_of_matrix);
         let mut zeros = vec![0; outputs * scale_columns];
-        for (group, row) in by_group.chunks_exact(words * 4).enumerate() {
-            let mut of_group = Vec::new();
-            self.append(row, outputs, &mut of_group);
-            for (output, zero) in of_group.into_iter().enumerate() {
-                zeros[output * scale_columns + group] = zero;
+        for (matrix, own) in bytes.chunks_exact(words * scale_columns * 4).enumerate() {
+            let by_group = transpose_words(own, words, scale_columns);
+            for (group, row) in by_group.chunks_exact(words * 4).enumerate() {
+                let mut of_group = Vec::new();
+                self.append(row, outputs_of_matrix, &mut of_group);
+                for (output, zero) in of_group.into_iter().enumerate() {
+                    zeros[(matrix * outputs_of_matrix + output) * scale_columns + group] = zero;
+                }
             }
         }
         Ok(GroupNumbers::Whole(zeros))
