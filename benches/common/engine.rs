@@ -196,6 +196,7 @@ fn ours_q8<'a, E: Element + WithDType>(cell: &Cell, inputs: &'a Inputs) -> Resul
             k: codes(k),
             v: codes(v),
             kv_scales: Some(KvScales { k: scales(k), v: scales(v) }),
+            pages: None,
             keys: KeysOfQueries { ranges: &ranges, ..Default::default() },
             scores: ScoreModifiers { scale: 1.0 / (d as f64).sqrt(), ..Default::default() },
             output_layout: OutputLayout::Bhtd,

@@ -78,6 +78,7 @@ mod matrices;
 mod merge;
 mod norms;
 mod paged;
+mod paged_in_place;
 mod planned;
 mod small_stack;
 mod statistics;

@@ -1,7 +1,7 @@
 //! Keys and values in pages against the same ones packed in one piece.
 
 use candle_attention::{
-    PagedSequences, plan_paged, scaled_dot_product_attention_paged as paged,
+    PagedSequences, scaled_dot_product_attention_paged as paged,
     scaled_dot_product_attention_paged_with_lse as paged_with_lse, scaled_dot_product_attention_varlen as varlen,
     scaled_dot_product_attention_varlen_with_lse as varlen_with_lse,
 };
@@ -10,10 +10,10 @@ use crate::*;
 
 crate::on_each_device!(paged_sequences_with_every_modifier_match_packed_ones,);
 
-const H: usize = 6;
-const H_KV: usize = 2;
-const D: usize = 16;
-const D_V: usize = 24;
+pub const H: usize = 6;
+pub const H_KV: usize = 2;
+pub const D: usize = 16;
+pub const D_V: usize = 24;
 const PAGES: usize = 24;
 
 /// The number of queries and of keys of a sequence: a chunk of a prompt, a token, a whole prompt, none of either kind,
@@ -21,25 +21,25 @@ const PAGES: usize = 24;
 const LENS: [[usize; 2]; 7] = [[9, 41], [1, 64], [20, 20], [0, 5], [2, 0], [1, 33], [1, 1]];
 
 /// Packed queries, the keys and values of all sequences in one piece and in pages, and where the pages are.
-struct Stored {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedSequences,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    sequences: PagedSequences,
+pub struct Stored {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub packed: PackedSequences,
+    pub k_pool: Tensor,
+    pub v_pool: Tensor,
+    pub sequences: PagedSequences,
 }
 
 /// Returns random numbers (rows, heads, width).
-fn random_rows(random: &mut Random, rows: usize, heads: usize, width: usize) -> Result<Tensor> {
+pub fn random_rows(random: &mut Random, rows: usize, heads: usize, width: usize) -> Result<Tensor> {
     let data: Vec<f32> = (0..rows * heads * width).map(|_| random.between(-1.0, 1.0) as f32).collect();
     Tensor::from_vec(data, (rows, heads, width), &CPU)
 }
 
 impl Stored {
     /// Returns sequences in pages of a random order. Every row of a pool that no sequence has is NaN.
-    fn new(page_size: usize, dtype: DType, device: &Device) -> Result<Self> {
+    pub fn new(page_size: usize, dtype: DType, device: &Device) -> Result<Self> {
         let random = &mut Random::new(page_size as u64);
         let mut order: Vec<u32> = (0..PAGES as u32).collect();
         for n in (1..PAGES).rev() {
@@ -83,7 +83,7 @@ impl Stored {
 }
 
 /// Returns the numbers of a tensor in f64.
-fn values(tensor: &Tensor) -> Result<Vec<f64>> {
+pub fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     tensor.to_device(&CPU)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
 }
 
@@ -222,14 +222,5 @@ fn gradients_of_pools_reach_the_rows_of_the_sequences() -> Result<()> {
         assert!(by_row[sequences.pages(0)[0] as usize][0].iter().all(|square| *square > 0.0));
         assert!(by_row[sequences.pages(5)[2] as usize][1].iter().all(|square| *square == 0.0));
     }
-    Ok(())
-}
-
-#[test]
-fn plan_of_paged_sequences_names_the_backend() -> Result<()> {
-    let Stored { q, k_pool, v_pool, sequences, .. } = Stored::new(16, DType::F32, &CPU)?;
-    let plan = |options: &SdpaOptions| plan_paged(&q, &k_pool, &v_pool, &sequences, &AttentionMask::causal(), options);
-    assert_eq!(plan(&SdpaOptions::default())?.backend, Backend::Fused);
-    assert_eq!(plan(&SdpaOptions::default().with_backend(Backend::Reference))?.reason, "requested");
     Ok(())
 }

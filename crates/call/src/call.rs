@@ -22,6 +22,8 @@ pub struct AttentionCall<T, K> {
     pub v: T,
     /// The scales of keys and values that are codes.
     pub kv_scales: Option<KvScales<T>>,
+    /// The pages of each sequence, where keys, values and their scales are pools of pages.
+    pub pages: Option<KvPages<T>>,
     /// The keys that each query attends to.
     pub keys: K,
     /// The scale and the modifiers of scores and weights.
@@ -39,6 +41,18 @@ pub struct KvScales<T> {
     pub v: T,
 }
 
+/// Pools of pages that sequences share. With pages, keys (pages, H_kv, page size, D), values (pages, H_kv, page size,
+/// D_v) and scales (pages, H_kv, page size, 1) take the places of the tensors of a batch; key n of sequence b is row `n
+/// mod page size` of page `table[b][n / page size]`. T_kv is the largest number of keys of a sequence.
+#[derive(Debug, Clone, Copy)]
+pub struct KvPages<T> {
+    /// (B, most pages) in u32: the pages of each sequence, in the order of its keys. An entry that no query's keys need
+    /// may be any number.
+    pub table: T,
+    /// The number of keys in a page.
+    pub page_size: usize,
+}
+
 impl<T, K> AttentionCall<T, K> {
     /// Returns the call with what `change` makes of each tensor, and with another description of the keys to attend to:
     /// the one conversion between the calls of two packages.
@@ -50,7 +64,7 @@ impl<T, K> AttentionCall<T, K> {
         keys: L,
         mut change: impl FnMut(Input, &'a T) -> Result<U, E>,
     ) -> Result<AttentionCall<U, L>, E> {
-        let Self { dims, q, k, v, kv_scales, keys: _, scores, output_layout } = self;
+        let Self { dims, q, k, v, kv_scales, pages, keys: _, scores, output_layout } = self;
         Ok(AttentionCall {
             dims: *dims,
             q: change(Input::Q, q)?,
@@ -61,6 +75,12 @@ impl<T, K> AttentionCall<T, K> {
                     k: change(Input::KeyScales, &scales.k)?,
                     v: change(Input::ValueScales, &scales.v)?,
                 }),
+                None => None,
+            },
+            pages: match pages {
+                Some(KvPages { table, page_size }) => {
+                    Some(KvPages { table: change(Input::PageTable, table)?, page_size: *page_size })
+                }
                 None => None,
             },
             keys,
@@ -106,6 +126,7 @@ mod tests {
             k: 1,
             v: 2,
             kv_scales: Some(KvScales { k: 3, v: 4 }),
+            pages: Some(KvPages { table: 11, page_size: 16 }),
             keys: "all",
             scores: ScoreModifiers {
                 scale: 0.5,
@@ -141,9 +162,11 @@ mod tests {
                 Input::BooleanMask,
                 Input::Sinks,
                 Input::Dropout,
+                Input::PageTable,
             ]
         );
         let AttentionCall { dims, keys, scores, output_layout, .. } = &texts;
+        assert_eq!(texts.pages.as_ref().map(|pages| pages.page_size), Some(16));
         assert_eq!((*dims, *keys, *output_layout), (call.dims, "some", OutputLayout::Bthd));
         assert_eq!((scores.scale, scores.softcap), (0.5, Some(3.0)));
         let of_gradients = texts.differentiable().map(|text| text.map(String::as_str)).in_order();

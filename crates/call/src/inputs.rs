@@ -13,6 +13,8 @@ pub enum Input {
     KeyScales,
     /// The scales of values that are codes.
     ValueScales,
+    /// The pages of each sequence.
+    PageTable,
     /// The slopes of ALiBi.
     AlibiSlopes,
     /// The bias of each distance between a query and a key.
@@ -52,6 +54,7 @@ impl Input {
             Self::V => "v",
             Self::KeyScales => "the scales of k",
             Self::ValueScales => "the scales of v",
+            Self::PageTable => "the table of pages",
             Self::AlibiSlopes => "alibi_slopes",
             Self::RelativeBias => "the relative bias",
             Self::Bias => "the bias",

@@ -9,7 +9,7 @@ mod layout;
 mod modifiers;
 mod results;
 
-pub use call::{AttentionCall, KvScales};
+pub use call::{AttentionCall, KvPages, KvScales};
 pub use dims::{AttentionDims, KvHead, QueryRow};
 pub use gradients::{PerInput, RequestedGradients};
 pub use inputs::Input;

@@ -38,8 +38,8 @@ pub use attention::{
     BackwardInputs, BackwardKernel, CudaAttention, CudaCall, ForwardKernel, ForwardOutput, is_available,
 };
 pub use candle_attention_call::{
-    AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Intervals, KvScales, OutputLayout, PackedLengths,
-    PerInput, RequestedGradients, RequestedResults, ScoreModifiers,
+    AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Intervals, KvPages, KvScales, OutputLayout,
+    PackedLengths, PerInput, RequestedGradients, RequestedResults, ScoreModifiers,
 };
 pub use capability::{Capability, Limits};
 pub use ci_programs::{CiKernel, CiProgram};

@@ -16,16 +16,30 @@ pub enum Numbers<'a> {
     F16(&'a [f16]),
     /// Bytes: codes, a boolean mask, or bits.
     U8(&'a [u8]),
+    /// Whole numbers of 32 bits: the numbers of pages.
+    U32(&'a [u32]),
 }
 
 impl<'a> Numbers<'a> {
     /// Returns the name of the type.
-    fn type_name(self) -> &'static str {
+    pub(crate) fn type_name(self) -> &'static str {
         match self {
             Self::F32(_) => f32::NAME,
             Self::BF16(_) => bf16::NAME,
             Self::F16(_) => f16::NAME,
             Self::U8(_) => u8::NAME,
+            Self::U32(_) => "u32",
+        }
+    }
+
+    /// Returns the count of the numbers.
+    pub(crate) fn len(self) -> usize {
+        match self {
+            Self::F32(numbers) => numbers.len(),
+            Self::BF16(numbers) => numbers.len(),
+            Self::F16(numbers) => numbers.len(),
+            Self::U8(numbers) => numbers.len(),
+            Self::U32(numbers) => numbers.len(),
         }
     }
 

@@ -24,7 +24,7 @@ enum Source {
     Batch { mask: AttentionMask, b: usize, t_q: usize, t_kv: usize },
     /// Packed sequences.
     Packed { mask: AttentionMask, sequences: Vec<PackedRows> },
-    /// One sequence, whose ranges are known.
+    /// Some of several packed sequences, as a batch, whose ranges are known.
     Known(RowRanges),
 }
 
@@ -55,12 +55,13 @@ impl AttentionMask {
 }
 
 impl CallRanges {
-    /// Returns the ranges of one of several packed sequences, as of a batch of one; `op` is for errors.
+    /// Returns the ranges of some of several packed sequences, which have the same number of queries, as of a batch;
+    /// `op` is for errors.
     ///
     /// # Errors
     /// As [`rows`](Self::rows).
-    pub fn of_sequence(&self, op: &str, s: usize) -> Result<Self> {
-        let source = Source::Known(self.rows(op)?.of_sequence(s));
+    pub fn of_sequences(&self, op: &str, chosen: &[usize]) -> Result<Self> {
+        let source = Source::Known(self.rows(op)?.of_sequences(chosen));
         Ok(Self { source, rows: OnceLock::new() })
     }
 

@@ -100,13 +100,23 @@ struct PositionConflict {
 }
 
 impl RowRanges {
-    /// Returns the rows of one of several packed sequences, as of a batch of one.
-    pub fn of_sequence(&self, s: usize) -> Self {
-        let SequenceRows { queries, first_key, first_position } = self.sequences[s].clone();
-        let keys = self.keys[queries].iter().map(|keys| keys.start - first_key..keys.end - first_key);
-        let keys: Vec<_> = keys.collect();
-        let first_position = first_position.saturating_sub(first_key as i64);
-        let sequences = vec![SequenceRows { queries: 0..keys.len(), first_key: 0, first_position }];
+    /// Returns the rows of some of several packed sequences. For sequences with the same number of queries they are the
+    /// rows of a batch.
+    pub fn of_sequences(&self, chosen: &[usize]) -> Self {
+        let mut keys = Vec::new();
+        let mut sequences = Vec::new();
+        for &s in chosen {
+            let SequenceRows { queries, first_key, first_position } = self.sequences[s].clone();
+            let first_row = keys.len();
+            for own in &self.keys[queries] {
+                keys.push(own.start - first_key..own.end - first_key);
+            }
+            sequences.push(SequenceRows {
+                queries: first_row..keys.len(),
+                first_key: 0,
+                first_position: first_position.saturating_sub(first_key as i64),
+            });
+        }
         Self { keys, sequences, conflict: self.conflict }
     }
 

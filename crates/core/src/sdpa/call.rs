@@ -204,6 +204,7 @@ impl Call {
                 k: k.clone(),
                 v: v.clone(),
                 kv_scales: scales.cloned(),
+                pages: None,
                 keys,
                 scores: ScoreModifiers {
                     scale: options.scale.unwrap_or(1.0 / (dims.d as f64).sqrt()),

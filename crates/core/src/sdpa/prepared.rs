@@ -15,7 +15,9 @@ pub(super) fn prepared<K>(call: &Call, keys: K, dropout: Option<Dropout<Tensor>>
         Input::Bias => without_repeats(tensor),
         Input::RelativeBias => by_sequence(tensor),
         Input::AlibiSlopes | Input::Sinks => kept(tensor),
-        Input::KeyScales | Input::ValueScales | Input::BooleanMask | Input::Dropout => Ok(tensor.clone()),
+        Input::KeyScales | Input::ValueScales | Input::PageTable | Input::BooleanMask | Input::Dropout => {
+            Ok(tensor.clone())
+        }
         // Lists of the keys to attend to, which the call describes otherwise.
         Input::FirstPositions
         | Input::Starts

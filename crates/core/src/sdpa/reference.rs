@@ -96,7 +96,8 @@ fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Res
                 Some(scales) => Some(KvScales { k: narrowed(&scales.k, &keys)?, v: narrowed(&scales.v, &keys)? }),
                 None => None,
             },
-            keys: MaskedKeys { ranges: ranges.of_sequence(packed.op, s)?, sequences: None, pages: None },
+            pages: None,
+            keys: MaskedKeys { ranges: ranges.of_sequences(packed.op, &[s])?, sequences: None, pages: None },
             scores,
             // The outputs of all sequences are put into the layout together.
             output_layout: OutputLayout::Bhtd,

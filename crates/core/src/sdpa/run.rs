@@ -12,6 +12,11 @@ use candle_attention_cuda::warn_of_each_text;
 
 /// Chooses the path of a call and runs it.
 pub(crate) fn run(call: Call, wanted: RequestedResults) -> Result<Attended> {
+    if cpu::reads_pages(&call, wanted)
+        && let Choice::Cpu(instruction_set) = choose(&call, wanted)?
+    {
+        return cpu::attend_over_pages(&call, instruction_set, wanted);
+    }
     let readable = gather::with_keys_in_one_piece(call)?;
     let choice = choose(&readable, wanted)?;
     run_on(choice, readable, wanted)
@@ -43,8 +48,17 @@ pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Re
 
 /// Returns the path of a call for its output, without running it.
 pub(crate) fn plan(call: Call) -> Result<Plan> {
-    let readable = gather::with_keys_in_one_piece(call)?;
-    Ok(Choice::new(&readable, RequestedResults::default())?.plan())
+    let wanted = RequestedResults::default();
+    let has_pages = call.attention.keys.pages.is_some();
+    let is_in_place = cpu::reads_pages(&call, wanted);
+    // Only the choice of a CUDA kernel depends on the layout of keys.
+    let planned = if call.attention.q.device().is_cuda() { gather::with_keys_in_one_piece(call)? } else { call };
+    let mut plan = Choice::new(&planned, wanted)?.plan();
+    if has_pages && plan.backend == Backend::Fused {
+        let note = if is_in_place { ", which reads pages in place" } else { ", over a copy of the pages" };
+        plan.reason.push_str(note);
+    }
+    Ok(plan)
 }
 
 /// Returns the results of a GPU kernel, or the results of the reference path if the kernel failed and another path is

@@ -23,7 +23,7 @@ impl CudaAttention {
     /// # Errors
     /// If a tensor is on another device than the queries.
     pub(super) fn arguments<'t>(&'t self, operands: &mut Operands<'_, 't>) -> Result<AttentionArguments> {
-        let AttentionCall { dims: _, q, k, v, kv_scales, keys, scores, output_layout: _ } = &self.call;
+        let AttentionCall { dims: _, q, k, v, kv_scales, pages: _, keys, scores, output_layout: _ } = &self.call;
         let sizes = &self.sizes;
         let mut arguments = AttentionArguments {
             queries: operands.input(Input::Q.name(), q)?,

@@ -64,6 +64,7 @@ impl CallSizes {
     pub fn of(call: &CudaCall) -> Result<Self, Unsupported> {
         let element = Element::of(call.q.dtype())
             .map_err(|_| Unsupported::new(format!("q is {:?}, expected f16, bf16 or f32", call.q.dtype())))?;
+        expect(call.pages.is_none(), || "keys and values are in pages, expected them in one piece".to_string())?;
         let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = call.dims;
         check_shape("q", &call.q, [b, h, t_q, d])?;
         check_shape("k", &call.k, [b, h_kv, t_kv, d])?;

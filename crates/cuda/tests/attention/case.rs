@@ -53,6 +53,7 @@ impl Sizes {
             k: numbers(2, &[b, h_kv, t_kv, d], dtype)?,
             v: numbers(3, &[b, h_kv, t_kv, d_v], dtype)?,
             kv_scales: None,
+            pages: None,
             keys: BoundedKeys::default(),
             scores: ScoreModifiers { scale: 1.5 / (d as f64).sqrt(), ..ScoreModifiers::default() },
             output_layout: OutputLayout::Bhtd,

@@ -3,7 +3,7 @@
 use candle_attention_cuda::{
     BoundedKeys, CudaCall, FirstPosition, ForwardKernel, OutputLayout, PerInput, RequestedGradients, ScoreModifiers,
 };
-use candle_attention_cuda::{KvScales, is_available};
+use candle_attention_cuda::{KvPages, KvScales, is_available};
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::case::{FEW_QUERIES, MANY_QUERIES, Sizes, integers, numbers, plan, plan_backward};
@@ -33,6 +33,8 @@ fn tensors_that_do_not_fit_are_a_reason() -> Result<()> {
     check_reason(&Sizes { d: 300, ..MANY_QUERIES }.call(DType::F32)?, "expected at most 256");
     check_reason(&MANY_QUERIES.call(DType::F64)?, "q is F64, expected f16, bf16 or f32");
     check_reason(&Sizes { t_kv: 0, ..MANY_QUERIES }.call(DType::F32)?, "the call is empty");
+    let pages = Some(KvPages { table: Tensor::zeros((2, 6), DType::U32, &Device::Cpu)?, page_size: 16 });
+    check_reason(&CudaCall { pages, ..call.clone() }, "keys and values are in pages, expected them in one piece");
     check_reason(&Sizes { h: 3, ..MANY_QUERIES }.call(DType::F32)?, "which does not divide the 3 of q");
     let v = numbers(3, &[2, 2, 32, 90], DType::F32)?.transpose(2, 3)?;
     check_reason(&CudaCall { v, ..call }, "the last dimension of v is not contiguous");

@@ -1,9 +1,11 @@
 //! The forward pass for callers: checks a call, runs it, and returns its results.
 
 use super::call::ForwardCall;
-use super::inputs::{CheckedCall, KeysValues, queries};
+use super::inputs::{CheckedCall, queries};
 use super::kernels::{AttentionKernels, KernelTask};
+use super::kv_rows::KeysValues;
 use super::memory::no_scratch_memory;
+use super::pages::PageList;
 use super::problem::CpuCall;
 use super::results::{AttentionResults, ResultMemory};
 use crate::cpu::InstructionSet;
@@ -19,9 +21,10 @@ use candle_attention_call::RequestedResults;
 ///
 /// # Errors
 /// - [`Error::Shape`] if a slice is shorter than the dimensions need, a range ends past the keys, a query attends to a
-///   key without an entry in the relative bias, the query heads are no multiple of the key heads, or queries, keys and
-///   values have other types than E, where only codes have scales; for more than [`MAX_TOP`](super::MAX_TOP) top keys, for statistics of more keys than a u32
-///   counts, and of queries and keys outside of the call; and if the weights are requested, which are never stored.
+///   key without an entry in the relative bias or in a page that the pools lack, the query heads are no multiple of the
+///   key heads, or queries, keys and values have other types than E, where only codes have scales; for more than
+///   [`MAX_TOP`](super::MAX_TOP) top keys, for statistics of more keys than a u32 counts, and of queries and keys
+///   outside of the call; and if the weights are requested, which are never stored.
 /// - [`Error::InstructionSet`] if the processor lacks the instruction set.
 /// - [`Error::Memory`] if there is no memory for the results or for intermediate results.
 ///
@@ -43,6 +46,7 @@ use candle_attention_call::RequestedResults;
 ///     k: rows(&k, 2).into(),
 ///     v: rows(&v, 1).into(),
 ///     kv_scales: None,
+///     pages: None,
 ///     keys: KeysOfQueries { ranges: &[0..1, 0..2], ..Default::default() },
 ///     scores: ScoreModifiers { scale: 0.5f64.sqrt(), ..Default::default() },
 ///     output_layout: OutputLayout::Bhtd,
@@ -67,9 +71,10 @@ pub fn attend<E: AttentionKernels>(
     let inputs = CheckedCall::new(call)?;
     let mut memory = ResultMemory::new(&call.dims, requested)?;
     let forward = &ForwardCall { inputs, q, to: memory.pointers(requested) };
+    let pages = PageList::new(call)?;
     let task = match call.kv_scales {
-        None => KernelTask::Float(forward, KeysValues::new(call)?),
-        Some(_) => KernelTask::Q8(forward, KeysValues::new(call)?),
+        None => KernelTask::Float(forward, KeysValues::new(call, pages.as_ref())?),
+        Some(_) => KernelTask::Q8(forward, KeysValues::new(call, pages.as_ref())?),
     };
     if call.dims.queries() > 0 {
         E::run(task, instruction_set).ok_or_else(no_scratch_memory)?;

@@ -1,14 +1,13 @@
-//! A checked call, with queries, keys and values as they are stored.
+//! A checked call and its queries, apart from keys and values.
 
 use std::ops::Range;
 
 use super::options::{TileAlibi, TileModifiers};
 use super::problem::{CpuCall, KeysOfQueries};
 use super::relative_bias::RelativeBiasTable;
-use super::view::View;
 use crate::error::{Error, check_len};
-use crate::number::{Number, Stored, Strided};
-use candle_attention_call::{AttentionCall, AttentionDims, KvHead, LayoutStrides, QueryRow};
+use crate::number::{Number, Strided};
+use candle_attention_call::{AttentionCall, AttentionDims, LayoutStrides, QueryRow};
 
 /// Returns the number of elements of an attention output, B·H·T_q·D_v.
 ///
@@ -92,81 +91,4 @@ pub(super) fn queries<'a, E: Number>(call: &CpuCall<'a>) -> Result<Strided<'a, E
 #[inline(always)]
 pub(super) fn query_row<E>(matrix: &Strided<E, 3>, row: QueryRow) -> *const E {
     matrix.at([row.b, row.head, row.query])
-}
-
-/// The keys or the values of a call, as they are stored.
-#[derive(Clone, Copy)]
-pub struct KvMatrix<'a, S> {
-    pub(super) rows: Strided<'a, S, 3>,
-    /// The scale of each row, where numbers are scaled.
-    pub(super) scales: Option<Strided<'a, f32, 3>>,
-    /// D or D_v.
-    pub(super) width: usize,
-}
-
-/// The keys and the values of a call.
-#[derive(Clone, Copy)]
-pub struct KeysValues<'a, S> {
-    pub(super) k: KvMatrix<'a, S>,
-    pub(super) v: KvMatrix<'a, S>,
-}
-
-impl<'a, S: Stored> KeysValues<'a, S> {
-    /// Returns the checked keys and values of a call.
-    pub(super) fn new(call: &CpuCall<'a>) -> Result<Self, Error> {
-        let AttentionCall { dims, k, v, kv_scales, .. } = call;
-        let scales = kv_scales.as_ref();
-        Ok(Self {
-            k: KvMatrix::new("k", k, scales.map(|scales| &scales.k), dims, dims.d)?,
-            v: KvMatrix::new("v", v, scales.map(|scales| &scales.v), dims, dims.d_v)?,
-        })
-    }
-}
-
-impl<'a, S: Stored> KvMatrix<'a, S> {
-    /// Returns the keys or the values of a call after checking that their slices have every row of (B, H_kv, T_kv).
-    pub(super) fn new(
-        name: &str,
-        rows: &View<'a>,
-        scales: Option<&View<'a>>,
-        dims: &AttentionDims,
-        width: usize,
-    ) -> Result<Self, Error> {
-        let shape = [dims.b, dims.h_kv, dims.t_kv];
-        let rows = rows.rows::<S>(name, width)?;
-        rows.check(name, shape, width)?;
-        let scales = match scales {
-            Some(scales) => {
-                let name_of_scales = format!("the scales of {name}");
-                let scales = scales.rows(&name_of_scales, 1)?;
-                scales.check(&name_of_scales, shape, 1)?;
-                Some(scales)
-            }
-            None => None,
-        };
-        Ok(Self { rows, scales, width })
-    }
-}
-
-impl<S: Stored> KvMatrix<'_, S> {
-    /// Returns a pointer to the numbers of a key.
-    #[inline(always)]
-    pub(super) fn row(&self, kv: KvHead, key: usize) -> *const S {
-        self.rows.at([kv.b, kv.head, key])
-    }
-
-    /// Returns the numbers from one row to the next.
-    pub(super) fn stride(&self) -> usize {
-        self.rows.strides[2]
-    }
-
-    /// Returns the factor of the numbers of a key.
-    #[inline(always)]
-    pub(super) fn scale(&self, kv: KvHead, key: usize) -> f32 {
-        match &self.scales {
-            // SAFETY: the view was checked for every key of the call.
-            Some(scales) if S::IS_SCALED => unsafe { *scales.at([kv.b, kv.head, key]) },
-            _ => 1.0,
-        }
-    }
 }

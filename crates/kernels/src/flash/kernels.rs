@@ -6,7 +6,7 @@ use super::backward::call::BackwardCall;
 use super::backward::run as backward;
 use super::call::ForwardCall;
 use super::forward;
-use super::inputs::KeysValues;
+use super::kv_rows::KeysValues;
 use crate::cpu::{InstructionSet, Kernel, SimdTask};
 use crate::number::Number;
 

@@ -2,9 +2,9 @@
 //! design is described in this package's README.
 //!
 //! Files import each other in one direction only. From the lowest to the highest: the parts of a call (`view`,
-//! `problem`, `dropout`, `relative_bias`, `options`, `inputs`, `call`), tiles and memory (`tile`, `packed_width`,
-//! `state`, `tasks`), the steps of a tile (`pack`, `scores`, `softmax`, `epilogue`), the passes (`decode`, `prefill`,
-//! `forward`, `backward`, `statistics`), and the functions for callers (`attend`).
+//! `problem`, `dropout`, `relative_bias`, `options`, `inputs`, `pages`, `kv_rows`, `call`), tiles and memory (`tile`,
+//! `packed_width`, `state`, `tasks`), the steps of a tile (`pack`, `scores`, `softmax`, `epilogue`), the passes
+//! (`decode`, `prefill`, `forward`, `backward`, `statistics`), and the functions for callers (`attend`).
 
 mod attend;
 mod backward;
@@ -18,10 +18,12 @@ mod epilogue;
 mod forward;
 mod inputs;
 mod kernels;
+mod kv_rows;
 mod memory;
 mod options;
 mod pack;
 mod packed_width;
+mod pages;
 mod prefill;
 mod problem;
 mod relative_bias;
@@ -45,7 +47,7 @@ pub use crate::number::{Numbers, Strided};
 pub use attend::attend;
 pub use backward::{AttentionBackwardProblem, AttentionGradients, attend_backward};
 pub use candle_attention_call::{
-    AttentionCall, AttentionDims, Dropout, DropoutMask, KvScales, OutputLayout, PerInput, RequestedGradients,
+    AttentionCall, AttentionDims, Dropout, DropoutMask, KvPages, KvScales, OutputLayout, PerInput, RequestedGradients,
     RequestedResults, RequestedStatistics, ScoreModifiers, WeightTile,
 };
 pub use dropout::{WeightIndex, philox_keeps};

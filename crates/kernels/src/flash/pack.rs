@@ -1,98 +1,17 @@
 //! Packs queries, keys and values for matrix products.
 
-use std::cell::OnceCell;
 use std::ops::Range;
 
 use half::bf16;
 
-use super::inputs::{KeysValues, KvMatrix, query_row};
+use super::inputs::query_row;
+use super::kv_rows::{KeysValues, KvHeadRows, prefetch_distance, prefetch_row};
 use super::packed_width::{PackedWidth, column_group};
 use super::tasks::AttentionWorkspace;
 use super::tile::Tile;
-use crate::cpu::{Kernel, LeftOperand, SimdTask, Vector, prefetch_bytes};
+use crate::cpu::{Kernel, LeftOperand, SimdTask, Vector};
 use crate::number::{Number, Stored, Strided, load_first, pack_row_pair, store_first, widen_row};
 use candle_attention_call::{AttentionDims, KvHead};
-
-/// The distance, in rows of f32, at which rows are prefetched: enough to cover the latency of memory at a row every few
-/// dozen cycles. For narrower elements there are more rows in the same number of bytes.
-const PREFETCH_ROWS: usize = 16;
-
-/// Prefetches `width` elements of the row [`PREFETCH_ROWS`] rows after this one, or more, which need not exist.
-///
-/// # Safety
-/// The processor has the instruction set of V.
-#[inline(always)]
-pub(super) unsafe fn prefetch_row<V: Vector, E>(row: *const E, stride: usize, width: usize) {
-    let ahead = row.wrapping_add(stride.wrapping_mul(PREFETCH_ROWS * (4 / size_of::<E>()))).cast::<u8>();
-    // SAFETY: the processor has the instruction set.
-    unsafe { prefetch_bytes::<V>(ahead, width * size_of::<E>()) };
-}
-
-/// The rows of some keys of one head in the matrix of keys, or of values.
-pub(super) struct KvHeadRows<'a, S> {
-    rows: &'a KvMatrix<'a, S>,
-    kv: KvHead,
-    /// The numbers in a row.
-    pub width: usize,
-    pub keys: Range<usize>,
-    finite: OnceCell<bool>,
-}
-
-impl<'a, S: Stored> KvHeadRows<'a, S> {
-    /// Selects the rows of some keys.
-    pub fn new(rows: &'a KvMatrix<'a, S>, kv: KvHead, keys: Range<usize>) -> Self {
-        Self { rows, kv, width: rows.width, keys, finite: OnceCell::new() }
-    }
-
-    /// Returns a pointer to the numbers of a key.
-    #[inline(always)]
-    pub fn row(&self, key: usize) -> *const S {
-        self.rows.row(self.kv, key)
-    }
-
-    /// Returns the factor of the numbers of a key.
-    #[inline(always)]
-    fn scale(&self, key: usize) -> f32 {
-        self.rows.scale(self.kv, key)
-    }
-
-    /// Adds the numbers of a key times a weight to sums that are padded to whole vectors.
-    ///
-    /// # Safety
-    /// The processor has the instruction set of V; the key belongs to the call.
-    #[inline(always)]
-    pub unsafe fn add<V: Vector>(&self, key: usize, weight: f32, sums: &mut [f32]) {
-        // SAFETY: as this method's contract.
-        unsafe {
-            let weight = V::splat(weight * self.scale(key));
-            for d in (0..self.width).step_by(V::LANES) {
-                let value: V = load_first(self.row(key).add(d), V::LANES.min(self.width - d));
-                let sum = sums.as_mut_ptr().add(d);
-                weight.mul_add(value, V::load(sum)).store(sum);
-            }
-        }
-    }
-
-    /// Returns whether all numbers are finite: the product of a weight of zero and another number is NaN. Computed
-    /// once.
-    ///
-    /// # Safety
-    /// The keys belong to the call.
-    pub unsafe fn are_finite(&self) -> bool {
-        // SAFETY: as this method's contract.
-        let is_finite = |key| self.scale(key).is_finite() && unsafe { is_finite_row(self.row(key), self.width) };
-        *self.finite.get_or_init(|| self.keys.clone().all(is_finite))
-    }
-}
-
-/// Returns whether all numbers of a row are finite, without a branch for each.
-///
-/// # Safety
-/// The row is valid for `width` elements.
-pub(super) unsafe fn is_finite_row<S: Stored>(row: *const S, width: usize) -> bool {
-    // SAFETY: as this function's contract.
-    (0..width).fold(true, |all, d| all & unsafe { *row.add(d) }.is_finite())
-}
 
 /// One packed block of keys and values of one key head. The keys begin at a multiple of the block's length, and are
 /// fewer only at the end.
@@ -164,11 +83,10 @@ impl<S: Stored> SimdTask for Pack<'_, S> {
         unsafe {
             match form {
                 Form::Rows { depth } => {
-                    for (index, key) in rows.keys.clone().enumerate() {
-                        let row = rows.row(key);
+                    for (index, row) in rows.iter().enumerate() {
                         let to = to.add(index * depth);
-                        prefetch_row::<K::Vector, S>(row, rows.rows.stride(), rows.width);
-                        pack_row::<K, S>(row, rows.width, to, depth, rows.scale(key));
+                        prefetch_row::<K::Vector, S>(row.ahead, rows.width);
+                        pack_row::<K, S>(row.numbers, rows.width, to, depth, row.scale);
                     }
                     let count = rows.keys.len();
                     to.add(count * depth).write_bytes(0, (count.next_multiple_of(K::ROWS) - count) * depth);
@@ -268,7 +186,8 @@ impl<E: Number> SimdTask for PackTile<'_, E> {
                     let to = staging.add(lane * square);
                     match rows.row(vector * lanes + lane) {
                         Some(from) => {
-                            prefetch_row::<K::Vector, E>(from, rows.matrix.strides[2], rows.width);
+                            let ahead = rows.matrix.strides[2].wrapping_mul(prefetch_distance::<E>());
+                            prefetch_row::<K::Vector, E>(from.wrapping_add(ahead), rows.width);
                             pack_row::<K, E>(from, rows.width, to, square, self.factor);
                         }
                         None => to.write_bytes(0, square),
@@ -317,12 +236,11 @@ unsafe fn pack_column_groups<K: Kernel, S: Stored>(
 ) {
     // SAFETY: as this function's contract; the staging memory is large enough for a row.
     unsafe {
-        for key in rows.keys.clone() {
-            let row = rows.row(key);
-            prefetch_row::<K::Vector, S>(row, rows.rows.stride(), rows.width);
-            pack_row::<K, S>(row, rows.width, staging, width.rows, rows.scale(key));
+        for (index, row) in rows.iter().enumerate() {
+            prefetch_row::<K::Vector, S>(row.ahead, rows.width);
+            pack_row::<K, S>(row.numbers, rows.width, staging, width.rows, row.scale);
             for group in 0..width.rows / K::ROWS {
-                let to = to.add(group * column_group(K::LAYOUT) + (key - rows.keys.start) * K::ROWS);
+                let to = to.add(group * column_group(K::LAYOUT) + index * K::ROWS);
                 std::ptr::copy_nonoverlapping(staging.add(group * K::ROWS), to, K::ROWS);
             }
         }
@@ -343,33 +261,35 @@ unsafe fn pack_column_pairs<K: Kernel, S: Stored>(
     let padded = width.row_squares;
     let lanes = K::Vector::LANES;
     let half = K::BLOCK / 2;
-    let keys = &rows.keys;
+    let mut each_row = rows.iter();
     // SAFETY: as this function's contract; the staging memory is large enough for half a block of rows of `padded`
     // words.
     unsafe {
         for pair in 0..half {
-            let first = keys.start + 2 * pair;
-            let row = |key: usize| (key < keys.end).then(|| rows.row(key));
-            for key in (first..keys.end).take(2) {
-                prefetch_row::<K::Vector, S>(rows.row(key), rows.rows.stride(), rows.width);
+            let low = each_row.next();
+            let high = each_row.next();
+            for row in [&low, &high].into_iter().flatten() {
+                prefetch_row::<K::Vector, S>(row.ahead, rows.width);
             }
             let staged = staging.add(pair * padded);
-            let low = row(first);
-            let high = row(first + 1);
-            match low {
+            match &low {
                 Some(low) if S::IS_SCALED => {
-                    let low_scale = K::Vector::splat(rows.scale(first));
-                    let high_scale = K::Vector::splat(if high.is_some() { rows.scale(first + 1) } else { 0.0 });
-                    let high = high.unwrap_or(low);
+                    let high_row = high.as_ref().unwrap_or(low);
+                    let low_scale = K::Vector::splat(low.scale);
+                    let high_scale = K::Vector::splat(if high.is_some() { high_row.scale } else { 0.0 });
                     for d in (0..rows.width).step_by(lanes) {
                         let n = lanes.min(rows.width - d);
-                        let low_numbers: K::Vector = load_first(low.add(d), n);
-                        let high_numbers: K::Vector = load_first(high.add(d), n);
+                        let low_numbers: K::Vector = load_first(low.numbers.add(d), n);
+                        let high_numbers: K::Vector = load_first(high_row.numbers.add(d), n);
                         low_numbers.mul(low_scale).store_pairs(high_numbers.mul(high_scale), staged.add(d));
                     }
                     staged.add(rows.width).write_bytes(0, padded - rows.width);
                 }
-                _ => pack_row_pair(low, high, rows.width, staged, padded),
+                _ => {
+                    let low_row = low.as_ref().map(|row| row.numbers);
+                    let high_row = high.as_ref().map(|row| row.numbers);
+                    pack_row_pair(low_row, high_row, rows.width, staged, padded);
+                }
             }
         }
         for d in (0..padded).step_by(lanes) {

@@ -12,7 +12,8 @@
 //! ```
 
 use super::block_products::{add_values, multiply_keys};
-use super::inputs::{CheckedCall, KeysValues};
+use super::inputs::CheckedCall;
+use super::kv_rows::KeysValues;
 use super::options::ScoreUnits;
 use super::pack::PackedBlock;
 use super::scores::TileScores;

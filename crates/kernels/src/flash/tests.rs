@@ -7,6 +7,7 @@ mod backward;
 mod case;
 mod errors;
 mod nan;
+mod pages;
 mod q8;
 mod relative_bias;
 mod shared_biases;
@@ -83,6 +84,7 @@ fn check_extreme_biases<E: Element + Into<f32>>(instruction_set: InstructionSet,
             k: Strided { data: &k, strides: [0, 0, d] }.into(),
             v: Strided { data: &v, strides: [0, 0, 1] }.into(),
             kv_scales: None,
+            pages: None,
             keys: KeysOfQueries { ranges: &vec![0..t_kv; t_q], ..Default::default() },
             scores: ScoreModifiers {
                 bias: Some(Strided { data: &bias, strides: [0, 0, 0, 1] }.into()),

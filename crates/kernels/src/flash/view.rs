@@ -39,6 +39,15 @@ impl<'a> View<'a> {
         Ok(Strided { data: self.numbers.typed(name)?, strides: [sequence, head] })
     }
 
+    /// Returns a table of the pages of each sequence: sequences along the first dimension, pages along the last.
+    pub(super) fn page_table(&self, name: &str) -> Result<Strided<'a, u32, 2>, Error> {
+        let [sequence, _, _, page] = self.strides;
+        match self.numbers {
+            Numbers::U32(data) => Ok(Strided { data, strides: [sequence, page] }),
+            other => Err(Error::Shape(format!("expected {name} in u32, found numbers in {}", other.type_name()))),
+        }
+    }
+
     /// Returns a number of some type for each score.
     pub(super) fn entries<S: Stored>(&self, name: &str) -> Result<Strided<'a, S, 4>, Error> {
         Ok(Strided { data: self.numbers.typed(name)?, strides: self.strides })
@@ -50,6 +59,14 @@ impl<'a, S: Stored> From<Strided<'a, S, 3>> for View<'a> {
     fn from(rows: Strided<'a, S, 3>) -> Self {
         let [sequence, head, position] = rows.strides;
         Self { numbers: S::numbers(rows.data), strides: [sequence, head, position, 1] }
+    }
+}
+
+/// The pages of each sequence.
+impl<'a> From<Strided<'a, u32, 2>> for View<'a> {
+    fn from(table: Strided<'a, u32, 2>) -> Self {
+        let [sequence, page] = table.strides;
+        Self { numbers: Numbers::U32(table.data), strides: [sequence, 0, 0, page] }
     }
 }
 

@@ -307,8 +307,8 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
         Ok(Strided { data: &data[layout.start_offset().min(data.len())..], strides: std::array::from_fn(stride) })
     }
 
-    /// Returns a tensor (B, H, T, D), (B, H, D) or (D,) as the attention kernels read it. A dimension of size 1 is
-    /// broadcast.
+    /// Returns a tensor (B, H, T, D), (B, H, D), (B, D) or (D,) as the attention kernels read it. A dimension of size 1
+    /// is broadcast.
     ///
     /// # Errors
     /// For a list that is not contiguous, and for another rank, dtype or device.
@@ -318,7 +318,10 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
             Storage::Cpu(CpuStorage::BF16(numbers)) => Numbers::BF16(self.numbers_from_start(numbers)?),
             Storage::Cpu(CpuStorage::F16(numbers)) => Numbers::F16(self.numbers_from_start(numbers)?),
             Storage::Cpu(CpuStorage::U8(numbers)) => Numbers::U8(self.numbers_from_start(numbers)?),
-            Storage::Cpu(_) => bail!("expected a tensor in F32, BF16, F16 or U8, found {:?}", self.storage.dtype()),
+            Storage::Cpu(CpuStorage::U32(numbers)) => Numbers::U32(self.numbers_from_start(numbers)?),
+            Storage::Cpu(_) => {
+                bail!("expected a tensor in F32, BF16, F16, U8 or U32, found {:?}", self.storage.dtype())
+            }
             _ => bail!("expected a tensor on the CPU, found one on {:?}", self.storage.device().location()),
         };
         let layout = self.layout;
@@ -330,8 +333,9 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
         let strides = match layout.dims().len() {
             4 => std::array::from_fn(stride),
             3 => [stride(0), stride(1), 0, stride(2)],
+            2 => [stride(0), 0, 0, stride(1)],
             1 => [0, 0, 0, stride(0)],
-            _ => bail!("expected a tensor of four, three or one dimensions, found {:?}", layout.dims()),
+            _ => bail!("expected a tensor of one to four dimensions, found {:?}", layout.dims()),
         };
         Ok(View { numbers, strides })
     }

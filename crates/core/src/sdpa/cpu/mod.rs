@@ -1,6 +1,7 @@
 //! The fused CPU kernel: the conversion of a call to the kernel's input, and of the kernel's results to tensors.
 
 mod graph;
+mod pages;
 
 use std::ops::Deref;
 
@@ -18,6 +19,8 @@ use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::flash::{self, CpuCall, Diagonals, KeysOfQueries};
 use candle_attention_modules::base::rowwise::{Element, Read, read, with_float};
 use candle_attention_modules::init::TorchSeed;
+
+pub(super) use pages::{attend_over_pages, reads_pages};
 
 /// Returns the requested results.
 pub(super) fn attend(call: Call, instruction_set: InstructionSet, requested: RequestedResults) -> Result<Attended> {

@@ -12,8 +12,9 @@ mod step;
 mod task;
 mod tile_gradient;
 
-use super::inputs::{CheckedCall, KeysValues, output_len, queries};
+use super::inputs::{CheckedCall, output_len, queries};
 use super::kernels::{AttentionKernels, KernelTask};
+use super::kv_rows::KeysValues;
 use super::memory::no_scratch_memory;
 use super::relative_bias::RelativeBiasTable;
 use crate::cpu::InstructionSet;
@@ -52,6 +53,7 @@ use gradients::{GradientMemory, check_requested};
 ///     k: rows(&k).into(),
 ///     v: rows(&v).into(),
 ///     kv_scales: None,
+///     pages: None,
 ///     keys: KeysOfQueries { ranges: &[0..2], ..Default::default() },
 ///     scores: ScoreModifiers::default(),
 ///     output_layout: OutputLayout::Bhtd,
@@ -82,7 +84,10 @@ pub fn attend_backward<E: AttentionKernels>(
     if forward.kv_scales.is_some() {
         return Err(Error::Shape("expected keys and values that are floats, found some of 8 bits".into()));
     }
-    let keys_values = KeysValues::new(&forward)?;
+    if forward.pages.is_some() {
+        return Err(Error::Shape("expected keys and values in one piece for gradients, found pages".into()));
+    }
+    let keys_values = KeysValues::new(&forward, None)?;
     let q = queries(&forward)?;
     let mut inputs = CheckedCall::new(&forward)?;
     check_len("output", output.len(), output_len(&dims)?)?;

@@ -8,8 +8,9 @@ use super::memory::{BackwardScratch, BlockMemory, BlockRowsMemory, RowSize};
 use super::tile_gradient::{ColumnStats, TileGradient, TileModifierGradients};
 use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Vector, multiply};
 use crate::flash::block_products::{add_values, multiply_keys};
+use crate::flash::kv_rows::{KvHeadRows, is_finite_row};
 use crate::flash::options::ScoreUnits;
-use crate::flash::pack::{KvHeadRows, TileRows, is_finite_row, pack_columns, pack_rows};
+use crate::flash::pack::{TileRows, pack_columns, pack_rows};
 use crate::flash::scores::TileScores;
 use crate::flash::tile::{Overlap, Tile, TilePart};
 use crate::number::{Number, widen_row};
@@ -210,7 +211,7 @@ impl<E: Number> BackwardStep<'_, '_, E> {
                 let weight = memory.scores.words()[at];
                 let gradient = memory.gradients.words()[at];
                 let query_sums = memory.query_sums.words_mut()[column..].iter_mut().step_by(K::PANEL);
-                for (sum, x) in query_sums.zip(widened(block.k.source.row(key), sizes.d.width)) {
+                for (sum, x) in query_sums.zip(widened(block.k.source.row(key).numbers, sizes.d.width)) {
                     *sum += gradient * x;
                 }
                 let index = key - block.keys().start;

@@ -16,9 +16,9 @@ use std::ops::Range;
 
 use super::call::ForwardCall;
 use super::epilogue::Partials;
-use super::inputs::{CheckedCall, KeysValues, query_row};
+use super::inputs::{CheckedCall, query_row};
+use super::kv_rows::{KeysValues, KvHeadRows};
 use super::options::SoftmaxStats;
-use super::pack::KvHeadRows;
 use super::scores::TileScores;
 use super::softmax::TileSoftmax;
 use super::state::PanelState;

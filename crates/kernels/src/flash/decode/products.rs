@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector, add_products};
-use crate::flash::inputs::{CheckedCall, KvMatrix};
-use crate::flash::pack::{KvHeadRows, prefetch_row};
+use crate::flash::inputs::CheckedCall;
+use crate::flash::kv_rows::{KvHeadRows, KvMatrix, KvRun, prefetch_row};
 use crate::flash::tile::Tile;
 use crate::number::{Stored, load_first};
 use candle_attention_call::KvHead;
@@ -110,41 +110,43 @@ impl<S: Stored> RowProducts<'_, S> {
     /// As [`multiply`](Self::multiply).
     #[inline(always)]
     unsafe fn score<V: Vector>(&self, r: usize, queries: *const f32) {
+        let Products { kv, keys, scores_or_weights, .. } = &self.products;
         let d = self.rows.width;
         let lanes = V::LANES;
         let together = lanes / r;
         let whole = d / lanes * lanes;
-        let start = self.rows.row(self.products.kv, self.products.keys.start);
-        for first in (0..self.products.keys.len()).step_by(together) {
-            // SAFETY: as this method's contract; the rows of keys have D elements.
-            unsafe {
-                let from = self.prefetched_keys::<V>(start, first, together);
-                let mut sums = [V::splat(0.0); MAX_LANES];
-                for at in (0..whole).step_by(lanes) {
-                    self.add_keys(r, &mut sums, &from, at..at + lanes, queries);
+        for run in self.rows.runs(*kv, keys.clone()) {
+            let scores = scores_or_weights.wrapping_add((run.keys.start - keys.start) * r);
+            for first in (0..run.keys.len()).step_by(together) {
+                // SAFETY: as this method's contract; the rows of keys have D elements. The scores past the end of the
+                // run are overwritten by the next run, or masked later.
+                unsafe {
+                    let from = self.prefetched_keys::<V>(&run, first, together);
+                    let mut sums = [V::splat(0.0); MAX_LANES];
+                    for at in (0..whole).step_by(lanes) {
+                        self.add_keys(r, &mut sums, &from, at..at + lanes, queries);
+                    }
+                    if whole < d {
+                        self.add_keys(r, &mut sums, &from, whole..d, queries);
+                    }
+                    V::sum_each(&sums).store(scores.add(first * r));
                 }
-                if whole < d {
-                    self.add_keys(r, &mut sums, &from, whole..d, queries);
-                }
-                V::sum_each(&sums).store(self.products.scores_or_weights.add(first * r));
             }
         }
     }
 
-    /// Returns the rows of `count` keys from index `first` on, where `start` is the row of the first key. Past the end
-    /// the last key is repeated; its scores are masked later.
+    /// Returns the rows of `count` keys of a run from its key `first` on. Past the end the last key is repeated.
     ///
     /// # Safety
     /// The processor has the instruction set of V.
     #[inline(always)]
-    unsafe fn prefetched_keys<V: Vector>(&self, start: *const S, first: usize, count: usize) -> [*const S; MAX_LANES] {
-        let stride = self.rows.stride();
-        let mut keys = [start; MAX_LANES];
+    unsafe fn prefetched_keys<V: Vector>(&self, run: &KvRun<S>, first: usize, count: usize) -> [*const S; MAX_LANES] {
+        let mut keys = [run.first; MAX_LANES];
         for (k, key) in keys[..count].iter_mut().enumerate() {
-            let index = (first + k).min(self.products.keys.len() - 1);
-            *key = key.wrapping_add(index.wrapping_mul(stride));
+            let offset = (first + k).min(run.keys.len() - 1).wrapping_mul(run.stride);
+            *key = run.first.wrapping_add(offset);
             // SAFETY: as this method's contract.
-            unsafe { prefetch_row::<V, S>(*key, stride, self.rows.width) };
+            unsafe { prefetch_row::<V, S>(run.ahead.wrapping_add(offset), self.rows.width) };
         }
         keys
     }
@@ -185,15 +187,16 @@ impl<S: Stored> RowProducts<'_, S> {
         if !S::IS_SCALED {
             return;
         }
-        let Some(scales) = self.rows.scales else { return };
-        let first = scales.at([self.products.kv.b, self.products.kv.head, self.products.keys.start]);
-        let stride = scales.strides[2];
-        for key in 0..self.products.keys.len() {
-            // SAFETY: as this method's contract; the view was checked for every key of the call.
-            unsafe {
-                let scale = *first.wrapping_add(key.wrapping_mul(stride));
-                for row in 0..r {
-                    *self.products.scores_or_weights.add(key * r + row) *= scale;
+        let Products { kv, keys, scores_or_weights, .. } = &self.products;
+        for run in self.rows.runs(*kv, keys.clone()) {
+            let numbers = scores_or_weights.wrapping_add((run.keys.start - keys.start) * r);
+            for key in 0..run.keys.len() {
+                // SAFETY: as this method's contract.
+                unsafe {
+                    let scale = run.scale(key);
+                    for row in 0..r {
+                        *numbers.add(key * r + row) *= scale;
+                    }
                 }
             }
         }
@@ -241,7 +244,6 @@ impl<S: Stored> RowProducts<'_, S> {
         let rows = &self.rows;
         let lanes = V::LANES;
         while *d < rows.width && (n == 1 || *d + n * lanes <= rows.width) {
-            let mut from = rows.row(*kv, keys.start).wrapping_add(*d);
             let mut weights = scores_or_weights.wrapping_add((keys.start - all.start) * r).cast_const();
             // SAFETY: as this method's contract.
             unsafe {
@@ -250,18 +252,23 @@ impl<S: Stored> RowProducts<'_, S> {
                 let mut all_values = [V::splat(0.0); MAX_VECTORS];
                 let sums = &mut all_sums[..r * n];
                 let values = &mut all_values[..n];
-                for _ in 0..keys.len() {
-                    prefetch_row::<V, S>(from, rows.stride(), n * lanes);
-                    if n == 1 {
-                        values[0] = load_first(from, lanes.min(rows.width - *d));
-                    } else {
-                        for (vector, value) in values.iter_mut().enumerate() {
-                            *value = S::load(from.add(vector * lanes));
+                for run in rows.runs(*kv, keys.clone()) {
+                    let mut from = run.first.wrapping_add(*d);
+                    let mut ahead = run.ahead.wrapping_add(*d);
+                    for _ in 0..run.keys.len() {
+                        prefetch_row::<V, S>(ahead, n * lanes);
+                        if n == 1 {
+                            values[0] = load_first(from, lanes.min(rows.width - *d));
+                        } else {
+                            for (vector, value) in values.iter_mut().enumerate() {
+                                *value = S::load(from.add(vector * lanes));
+                            }
                         }
+                        add_products::<V>(sums, weights, 1, values);
+                        from = from.wrapping_add(run.stride);
+                        ahead = ahead.wrapping_add(run.stride);
+                        weights = weights.add(r);
                     }
-                    add_products::<V>(sums, weights, 1, values);
-                    from = from.wrapping_add(rows.stride());
-                    weights = weights.add(r);
                 }
                 for (row, row_sums) in sums.chunks_exact(n).enumerate() {
                     for (vector, sum) in row_sums.iter().enumerate() {

@@ -151,6 +151,7 @@ impl Case {
             k: kv_rows(&data.k, &data.k_q8, d),
             v: kv_rows(&data.v, &data.v_q8, d_v),
             kv_scales: self.q8.then(|| KvScales { k: scales(&data.k_q8), v: scales(&data.v_q8) }),
+            pages: None,
             keys: KeysOfQueries { ranges: &self.ranges, positions: &data.positions, ..Default::default() },
             scores,
             output_layout: OutputLayout::Bhtd,

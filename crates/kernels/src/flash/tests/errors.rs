@@ -18,6 +18,7 @@ fn small<'a>(data: &'a [f32], ranges: &'a [Range<usize>]) -> CpuCall<'a> {
         k: rows,
         v: rows,
         kv_scales: None,
+        pages: None,
         keys: KeysOfQueries { ranges, positions: &[0.0], ..Default::default() },
         scores: ScoreModifiers::default(),
         output_layout: OutputLayout::Bhtd,

@@ -24,6 +24,7 @@ fn nan_key_with_softcap_reaches_only_queries_that_attend_to_it() {
                     k: rows(k).into(),
                     v: rows(&v).into(),
                     kv_scales: None,
+                    pages: None,
                     keys: KeysOfQueries {
                         ranges: &(1..=t_q).map(|i| 0..t_kv + i - t_q).collect::<Vec<_>>(),
                         ..Default::default()

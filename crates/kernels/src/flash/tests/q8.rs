@@ -22,6 +22,7 @@ fn attend_q8(instruction_set: InstructionSet, t_q: usize, codes: &[u8], scales: 
         k: rows,
         v: rows,
         kv_scales: Some(KvScales { k: scales, v: scales }),
+        pages: None,
         keys: KeysOfQueries { ranges: &(1..=t_q).map(|i| 0..t_kv + i - t_q).collect::<Vec<_>>(), ..Default::default() },
         scores: ScoreModifiers::default(),
         output_layout: OutputLayout::Bhtd,

@@ -231,6 +231,7 @@ fn relative_bias_of_distant_keys_matches_near_keys() {
             k: repeated.into(),
             v: repeated.into(),
             kv_scales: None,
+            pages: None,
             keys: KeysOfQueries {
                 ranges: &vec![first..first + 3; t_q],
                 diagonals: Diagonals { len, origins: &origins },

@@ -37,6 +37,7 @@ fn gradients<E: Element + Into<f32>>(
         k: rows(&k, h_kv, t_kv, d).into(),
         v: rows(&v, h_kv, t_kv, d_v).into(),
         kv_scales: None,
+        pages: None,
         keys: KeysOfQueries {
             ranges: &(0..b * t_q).map(|row| range(row % t_q)).collect::<Vec<_>>(),
             positions: &positions,

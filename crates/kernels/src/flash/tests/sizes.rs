@@ -35,7 +35,7 @@ fn count_computed_and_refused(counts: &[usize]) -> (usize, usize) {
             let output_layout = OutputLayout::Bhtd;
             let keys = KeysOfQueries { ranges: &ranges, ..Default::default() };
             let (q, k, v) = (all_rows, all_rows, all_rows);
-            let forward = AttentionCall { dims, q, k, v, kv_scales: None, keys, scores, output_layout };
+            let forward = AttentionCall { dims, q, k, v, kv_scales: None, pages: None, keys, scores, output_layout };
             let found = attend::<f32>(&forward, InstructionSet::Scalar, FOR_BACKWARD).unwrap_or_default();
             let problem = AttentionBackwardProblem {
                 forward,
@@ -86,6 +86,7 @@ fn unused_strides_of_any_size_are_accepted() {
                 k: all_rows,
                 v: all_rows,
                 kv_scales: None,
+                pages: None,
                 keys: KeysOfQueries { ranges: &vec![0..t; t], ..Default::default() },
                 scores: ScoreModifiers::default(),
                 output_layout: OutputLayout::Bhtd,
