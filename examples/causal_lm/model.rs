@@ -16,7 +16,7 @@ use candle_nn::Embedding;
 use serde_json::Value;
 
 use attention::{Attention, Cache, Input};
-use blocks::family::{Family, LAYERS, required, size};
+use blocks::family::{Family, LAYERS, LogitScaling, required, size};
 pub use blocks::{Blocks, attention, gguf, weights};
 use blocks::{Loader, Norm, optional};
 use weights::{OUTPUTS, OtherRanks, Weights, shard_range};
@@ -91,8 +91,7 @@ pub struct CausalLm {
     pub blocks: Blocks,
     norm: Norm,
     head: PackedLinear,
-    logit_scale: f64,
-    logit_softcap: Option<f64>,
+    scaling: LogitScaling,
 }
 
 impl CausalLm {
@@ -133,8 +132,7 @@ impl CausalLm {
             blocks,
             norm: loader.norm_at(&inner, inner.named(LAST_NORMS)?)?,
             head,
-            logit_scale: logit_scale(&family, json),
-            logit_softcap: json["final_logit_softcapping"].as_f64(),
+            scaling: LogitScaling::of(&family, json),
         })
     }
 
@@ -224,14 +222,7 @@ impl CausalLm {
 
     /// Computes logits (.., V) in f32 of hidden states (.., E).
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        let mut logits = self.vocabulary.gather(self.head.forward(hidden)?.to_dtype(DType::F32)?)?;
-        if self.logit_scale != 1.0 {
-            logits = (logits * self.logit_scale)?;
-        }
-        match self.logit_softcap {
-            Some(softcap) => (logits / softcap)?.tanh()? * softcap,
-            None => Ok(logits),
-        }
+        self.scaling.forward(self.vocabulary.gather(self.head.forward(hidden)?.to_dtype(DType::F32)?)?)
     }
 
     /// Computes the logits (B, V) after the last token of each sequence.
@@ -258,12 +249,4 @@ fn embedding_and_head(
     }
     let head = weights.pp(weights.named(HEADS)?).linear(OUTPUTS)?;
     Ok((table.linear(OUTPUTS)?, head))
-}
-
-/// Returns the factor on logits.
-fn logit_scale(family: &Family, json: &Value) -> f64 {
-    if family.logit_scale == 1.0 {
-        return 1.0 / json["logits_scaling"].as_f64().unwrap_or(1.0);
-    }
-    json["logit_scale"].as_f64().unwrap_or(family.logit_scale)
 }

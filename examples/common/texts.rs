@@ -37,6 +37,9 @@ impl TextArgs {
     /// Returns the texts of the arguments, then those of the file.
     pub fn read(&self) -> Result<Vec<String>> {
         let mut texts = self.texts.clone();
+        if let Some(index) = texts.iter().position(|text| text.trim().is_empty()) {
+            bail!("[{EXAMPLE}] text {} is empty, expected a text with words", index + 1)
+        }
         if let Some(path) = &self.file {
             let text = read_text(path)?;
             texts.extend(text.lines().filter(|line| !line.trim().is_empty()).map(str::to_string));

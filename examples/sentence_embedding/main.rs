@@ -25,7 +25,7 @@ use candle_attention::QuantizationFormat;
 use candle_core::{Result, Tensor, bail};
 use clap::Parser;
 
-use common::{EXAMPLE, ModelArgs, cannot, quantization, with_bar};
+use common::{EXAMPLE, ModelArgs, cannot, make_folders, quantization, with_bar};
 use embed::{Embedder, Embeddings};
 use embedding::layers::normalized;
 use embedding::modules;
@@ -88,6 +88,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<String> {
     let sentences = args.sentences.read()?;
+    make_folders(&[args.out.as_ref(), args.model.page.as_ref()])?;
     let folder = folder(args)?;
     let task = args.task.as_deref();
     let settings = CheckpointSettings::read(&folder)?;

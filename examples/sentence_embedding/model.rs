@@ -15,9 +15,10 @@ use candle_nn::{Embedding, VarBuilder};
 use serde_json::Value;
 
 use blocks::attention::{Attention, Input};
-use blocks::family::{Family, LAYERS, LLAMA, MlpKind, NormKind, Norms, required, size};
-use blocks::weights::Weights;
 use blocks::{Blocks, Loader, Norm, optional};
+pub use blocks::{family, weights};
+use family::{Family, LAYERS, LLAMA, MlpKind, NormKind, Norms, required, size};
+use weights::Weights;
 
 /// The names that architectures have for the model below a head, its embeddings and their norm, and its blocks. A
 /// checkpoint has one of each.
@@ -195,6 +196,16 @@ impl Encoder {
     /// Returns whether the model of a `config.json` is an encoder, and no decoder.
     pub fn is_one(json: &Value) -> bool {
         matches!(encoder_family(json), Ok(Some(_)))
+    }
+
+    /// Returns the number of texts that one input may have, each in one segment.
+    pub fn num_segments(&self) -> usize {
+        self.segments.as_ref().map_or(1, EmbeddingLayer::vocab_size)
+    }
+
+    /// Returns the table of the embeddings of words (V, E).
+    pub fn word_embeddings(&self) -> &Tensor {
+        self.words.embeddings()
     }
 
     /// Returns the input (B, T, E) of a layer's attention for ids (B, T); the mask is that of the padding.

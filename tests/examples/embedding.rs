@@ -1,4 +1,5 @@
-//! Checkpoints of sentence-transformers against its vectors. `tests/sentence_embedding/pipelines.py` writes them.
+//! Checkpoints of sentence-transformers against its vectors and scores. `tests/sentence_embedding/pipelines.py` and
+//! `tests/rerank/cross_encoders.py` write them.
 
 use candle_core::{DType, Device, IndexOp, Result, Tensor, safetensors};
 use rayon::prelude::*;
@@ -7,6 +8,7 @@ use serde_json::Value;
 use crate::common::{listed, read_json, recorded, relative_error};
 use crate::process::{Checkpoint, copy};
 
+const QUESTION: &str = "someone plays guitar in the rain";
 const SENTENCES: &str = "tests/sentence_embedding/sentences.txt";
 
 /// Returns a folder's copy with the files of a run replaced.
@@ -73,6 +75,48 @@ fn embeddings_of_bf16_and_int8_weights_are_near_sentence_transformers() -> Resul
             let vectors = safetensors::load_buffer(&bytes, &Device::Cpu)?["embeddings"].to_dtype(DType::F64)?;
             let error = relative_error(&vectors, &golden[name].to_dtype(DType::F64)?);
             assert!(error <= most && error > 1e-5, "{folder} {options:?}: off by {error:e} of the largest");
+        }
+    }
+    Ok(())
+}
+
+/// Runs every recorded case in batches of several sizes, and compares scores.
+#[test]
+fn rerank_scores_match_sentence_transformers() -> Result<()> {
+    let device = std::env::var("TEST_DEVICE").unwrap_or("cpu".into());
+    let folders = listed(recorded("rerank").join("cross_encoders"));
+    assert_eq!(folders.len(), 10);
+    folders.par_iter().try_for_each(|folder| {
+        let golden = safetensors::load(folder.join("golden.safetensors"), &Device::Cpu)?;
+        for (number, run) in read_json::<Value>(folder.join("golden.json")).as_array().expect("runs").iter().enumerate()
+        {
+            let name = run["name"].as_str().expect("a name");
+            let copied = replaced(folder, run)?;
+            let model = Checkpoint { example: "rerank", path: copied.path().into() };
+            let options = run["args"].as_array().expect("options").iter().map(|word| word.as_str().expect("a word"));
+            let batch = ["32", "2", "4"][number % 3];
+            let fixed = [QUESTION, "--file", SENTENCES, "--device", &device, "--batch", batch];
+            let written = model.written("--out", &options.chain(fixed).collect::<Vec<_>>());
+            let scores = safetensors::load_buffer(&written, &Device::Cpu)?["scores"].to_dtype(DType::F64)?;
+            let error = relative_error(&scores, &golden[name].to_dtype(DType::F64)?);
+            assert!(error <= 1e-5, "{} {name}: off by {error:e} of the largest", folder.display());
+        }
+        Ok(())
+    })
+}
+
+/// Compares scores of weights in other types with the scores in f32: they are near, and not equal.
+#[test]
+fn rerank_scores_of_bf16_and_int8_weights_are_near_sentence_transformers() -> Result<()> {
+    for folder in ["modernbert", "qwen3_template"] {
+        let path = recorded("rerank").join("cross_encoders").join(folder);
+        let golden = safetensors::load(path.join("golden.safetensors"), &Device::Cpu)?;
+        let model = Checkpoint { example: "rerank", path };
+        for options in [["--dtype", "bf16"], ["--quantize", "int8"]] {
+            let bytes = model.written("--out", &[&options[..], &[QUESTION, "--file", SENTENCES]].concat());
+            let scores = safetensors::load_buffer(&bytes, &Device::Cpu)?["scores"].to_dtype(DType::F64)?;
+            let error = relative_error(&scores, &golden["default"].to_dtype(DType::F64)?);
+            assert!(error <= 0.1 && error > 1e-5, "{folder} {options:?}: off by {error:e} of the largest");
         }
     }
     Ok(())

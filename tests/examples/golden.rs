@@ -39,7 +39,11 @@ fn pairs(model: &Checkpoint, options: &[&str]) -> Result<Vec<[Tensor; 2]>> {
         "rerank" => {
             let question = ["someone plays guitar in the rain", "--file", SENTENCES];
             let printed = model.printed(&[&question, options].concat());
-            let scores = printed.lines().skip(4).map(|row| row[..8].trim().parse::<f32>().expect("a score"));
+            let scores = printed
+                .lines()
+                .skip_while(|row| !row.ends_with("probability"))
+                .skip(1)
+                .map(|row| row[..8].trim().parse::<f32>().expect("a score"));
             vec![[Tensor::from_iter(scores, &Device::Cpu)?, golden["scores"].sort_last_dim(false)?.0]]
         }
         _ => {

@@ -286,6 +286,34 @@ impl Family {
     }
 }
 
+/// The scale and the softcap of a family's logits.
+#[derive(Debug, Clone, Copy)]
+pub struct LogitScaling {
+    factor: f64,
+    softcap: Option<f64>,
+}
+
+impl LogitScaling {
+    /// Returns the scaling of a `config.json`.
+    pub fn of(family: &Family, json: &Value) -> Self {
+        let factor = if family.logit_scale == 1.0 {
+            1.0 / json["logits_scaling"].as_f64().unwrap_or(1.0)
+        } else {
+            json["logit_scale"].as_f64().unwrap_or(family.logit_scale)
+        };
+        Self { factor, softcap: json["final_logit_softcapping"].as_f64() }
+    }
+
+    /// Computes a model's logits from the output of its head.
+    pub fn forward(&self, logits: Tensor) -> Result<Tensor> {
+        let scaled = if self.factor == 1.0 { logits } else { (logits * self.factor)? };
+        match self.softcap {
+            Some(softcap) => (scaled / softcap)?.tanh()? * softcap,
+            None => Ok(scaled),
+        }
+    }
+}
+
 /// The names of a config's field for the number of blocks.
 pub const LAYERS: &[&str] = &["num_hidden_layers", "n_layer", "n_layers"];
 

@@ -47,7 +47,7 @@ impl Pipeline {
     /// the normalised mean.
     pub fn read(folder: &Path, task: Option<&str>, device: &Device) -> Result<Self> {
         let Some(modules) = modules::read(folder, task)? else {
-            let settings = TransformerSettings::read(folder)?;
+            let settings = read_settings(folder)?;
             let source = format!("assumed, since there is no {MODULES}");
             let steps = vec![Step::Pooling(Pooling::mean()), Step::Normalize];
             return Ok(Self { model: PathBuf::new(), settings, steps, source });
@@ -56,7 +56,7 @@ impl Pipeline {
             let found = modules.first().map_or("no module", |first| &first.kind);
             bail!("[{EXAMPLE}] {MODULES} begins with {found}, expected Transformer")
         };
-        let settings = TransformerSettings::read(&folder.join(&first.path))?;
+        let settings = read_settings(&folder.join(&first.path))?;
         let mut steps = Vec::new();
         let mut level = Level::Tokens;
         let mut files = Vec::new();
@@ -123,6 +123,14 @@ impl Pipeline {
         });
         shown.collect::<Vec<_>>().join(", ")
     }
+}
+
+/// Reads the settings of a model whose hidden states are pooled.
+fn read_settings(folder: &Path) -> Result<TransformerSettings> {
+    let settings = TransformerSettings::read(folder)?;
+    settings.require("feature-extraction", "last_hidden_state")?;
+    settings.refuse_template()?;
+    Ok(settings)
 }
 
 /// Reads a module; `None` for one that does nothing in inference.

@@ -1,4 +1,5 @@
-//! The settings of the first module, the model: the greatest number of tokens, and changes of letters.
+//! The settings of the first module, the model: its task, the greatest number of tokens, changes of letters, and how a
+//! chat template is called.
 
 use std::path::Path;
 
@@ -39,9 +40,34 @@ const HARMLESS: [&str; 12] = [
     "use_memory_efficient_attention",
 ];
 
-/// The settings of a model of texts.
+/// The section with the variables of a chat template, and its keys that are no variables.
+const TEMPLATE: &str = "chat_template";
+const SUFFIX: &str = "restore_suffix";
+const SIZES: [&str; 4] = ["padding", "truncation", "max_length", "return_tensors"];
+
+/// How a chat template is called.
 #[derive(Debug, Clone, Default)]
+pub struct TemplateSettings {
+    /// Whether the content of a message is a list of parts; otherwise it is a text. With `None` the template's text
+    /// decides.
+    pub is_structured: Option<bool>,
+    /// Variables of the template.
+    pub variables: Map<String, Value>,
+    /// Whether a text that is cut ends with the tokens that the template puts after every text.
+    pub restores_suffix: bool,
+}
+
+/// The settings of a model of texts.
+#[derive(Debug, Clone)]
 pub struct TransformerSettings {
+    /// The name of the file.
+    file: &'static str,
+    /// The task of the model, such as "feature-extraction" or "sequence-classification".
+    pub task: Option<String>,
+    /// The name of the output that the modules after the model compute on.
+    output: Option<String>,
+    /// How a chat template makes texts, if the settings say that one does.
+    pub template: Option<TemplateSettings>,
     /// The most tokens of a text.
     pub max_tokens: Option<usize>,
     pub lowercase: bool,
@@ -72,26 +98,45 @@ impl TransformerSettings {
         for section in ARGUMENTS {
             refuse_others(name, section, fields.get(section), &HARMLESS)?;
         }
-        refuse_others(name, "processing_kwargs", fields.get("processing_kwargs"), &[])?;
-        if !matches!(fields.text("transformer_task")?, None | Some("feature-extraction")) {
-            return fields.fail("transformer_task", "\"feature-extraction\"");
-        }
+        refuse_others(name, "processing_kwargs", fields.get("processing_kwargs"), &[TEMPLATE])?;
         if !fields.get("query_expansion").is_null() {
             return fields.fail("query_expansion", "none, since it is for models with a vector for each token");
         }
-        if fields.get("modality_config").get("message").is_some() {
-            bail!("[{EXAMPLE}] modality_config of {name} has \"message\", a chat template, expected \"text\" alone")
-        }
-        let output = &fields.get("modality_config")["text"]["method_output_name"];
-        if !output.is_null() && output != "last_hidden_state" {
-            bail!("[{EXAMPLE}] method_output_name of {name} is {output}, expected \"last_hidden_state\"")
-        }
+        let modalities = fields.get("modality_config");
+        refuse_others(name, "modality_config", modalities, &["text", "message"])?;
+        let kind = if modalities["message"].is_null() { "text" } else { "message" };
         Ok(Self {
+            file: name,
+            task: fields.text("transformer_task")?.map(str::to_string),
+            output: modalities[kind]["method_output_name"].as_str().map(str::to_string),
+            template: template(name, &modalities["message"], &fields.get("processing_kwargs")[TEMPLATE])?,
             max_tokens: fields.count("max_seq_length", "tokens")?,
             lowercase: fields.flag("do_lower_case", false)?,
             query_tokens: fields.count("query_length", "tokens")?,
             document_tokens: fields.count("document_length", "tokens")?,
         })
+    }
+
+    /// Checks that the model has this task and this output, if the settings name them.
+    pub fn require(&self, task: &str, output: &str) -> Result<()> {
+        if let Some(other) = self.task.as_ref().filter(|own| *own != task) {
+            bail!("[{EXAMPLE}] transformer_task of {} is {other:?}, expected {task:?}", self.file)
+        }
+        if let Some(other) = self.output.as_ref().filter(|own| *own != output) {
+            bail!("[{EXAMPLE}] method_output_name of {} is {other:?}, expected {output:?}", self.file)
+        }
+        Ok(())
+    }
+
+    /// Checks that texts are not made by a chat template.
+    pub fn refuse_template(&self) -> Result<()> {
+        match self.template {
+            None => Ok(()),
+            Some(_) => bail!(
+                "[{EXAMPLE}] modality_config of {} has \"message\", a chat template, expected \"text\" alone",
+                self.file
+            ),
+        }
     }
 
     /// Tokenizes a text after a prompt, with letters lowered if the checkpoint says so.
@@ -110,6 +155,23 @@ impl TransformerSettings {
     pub fn letters(&self, text: &str) -> String {
         if self.lowercase { text.chars().flat_map(char::to_lowercase).collect() } else { text.to_string() }
     }
+}
+
+/// Reads how a chat template is called: `message` is null if there is none, `arguments` if there are none.
+fn template(file: &str, message: &Value, arguments: &Value) -> Result<Option<TemplateSettings>> {
+    let Some(message) = message.as_object() else { return Ok(None) };
+    let is_structured = match message.get("format").and_then(Value::as_str) {
+        None | Some("auto") => None,
+        Some("flat") => Some(false),
+        Some("structured") => Some(true),
+        Some(other) => bail!("[{EXAMPLE}] the format {other:?} in modality_config of {file} is not known"),
+    };
+    let mut variables = arguments.as_object().cloned().unwrap_or_default();
+    let restores_suffix = variables.remove(SUFFIX).is_none_or(|flag| flag != false);
+    if let Some(size) = SIZES.into_iter().find(|size| variables.contains_key(*size)) {
+        bail!("[{EXAMPLE}] {TEMPLATE} in processing_kwargs of {file} has {size}, which is not supported")
+    }
+    Ok(Some(TemplateSettings { is_structured, variables, restores_suffix }))
 }
 
 /// Checks that the keys of a section are among these; null has none.
