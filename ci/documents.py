@@ -59,7 +59,7 @@ def pieces(text: str) -> list[Piece]:
             prose.append(line)
         else:
             prose.append("")
-            # A command goes on after a backslash.
+            # A backslash at the end continues a command.
             joined += line.strip()
             if joined.endswith("\\"):
                 joined = joined[:-1]
@@ -172,11 +172,11 @@ class Checker:
         for piece in pieces(text):
             self.piece(path, f"{name}:{piece.line}", piece)
         for number, line in enumerate(text.splitlines(), 1):
-            for target in re.findall(r"\]\(([^)\s]+)\)", line):
-                self.link(path, f"{name}:{number}", target)
+            for target in re.findall(r"\]\(([^)\s]+)\)|^\[[^]]+\]: (\S+)$", line):
+                self.link(path, f"{name}:{number}", target[0] or target[1])
 
     def link(self, path: pathlib.Path, where: str, target: str):
-        if re.match(r"https?:|crate::", target):
+        if re.match(r"https?:", target):
             return
         file, _, anchor = target.partition("#")
         found = path if not file else (path.parent / file)
