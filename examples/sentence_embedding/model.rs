@@ -22,7 +22,7 @@ use weights::Weights;
 
 /// The names that architectures have for the model below a head, its embeddings and their norm, and its blocks. A
 /// checkpoint has one of each.
-const BASES: &[&str] = &["bert", "roberta", "mpnet", "distilbert", "nomic_bert", "deberta", "model"];
+const BASES: &[&str] = &["bert", "roberta", "mpnet", "distilbert", "nomic_bert", "deberta", "gte", "new", "model"];
 const WORDS: &[&str] = &["embeddings.word_embeddings", "embeddings.tok_embeddings", "embed_tokens"];
 const EMBEDDING_NORMS: &[&str] = &["embeddings.LayerNorm", "embeddings.norm", "emb_ln"];
 const BLOCKS: &[&str] = &["encoder.layer", "transformer.layer", "layers", "encoder.layers"];
@@ -37,24 +37,35 @@ const ENCODERS: &[&str] = &[
     "deberta-v2",
     "distilbert",
     "eurobert",
+    "gte",
     "jina_embeddings_v3",
     "modernbert",
     "mpnet",
     "nomic_bert",
     "roberta",
     "xlm-roberta",
+    PUBLISHED_GTE,
 ];
+/// The model type of GTE's own encoder in its published checkpoints; transformers reads them as "gte".
+const PUBLISHED_GTE: &str = "new";
 /// Encoders whose positions are counted from the number after the padding token's.
 const COUNTED_FROM_PADDING: &[&str] = &["camembert", "mpnet", "roberta", "xlm-roberta"];
 /// Encoders whose positions are not in the embeddings.
-const WITHOUT_POSITIONS: &[&str] = &["eurobert", "jina_embeddings_v3", "modernbert", "nomic_bert"];
+const WITHOUT_POSITIONS: &[&str] = &["eurobert", "gte", "jina_embeddings_v3", "modernbert", "nomic_bert"];
 
-/// Norms after attention and MLP, with the names of BERT, MPNet, DistilBERT, and Nomic in transformers and as
+/// Norms after attention and MLP, with the names of BERT, MPNet, DistilBERT, and Nomic and GTE in transformers and as
 /// published.
 const BERT: Family = Family {
     norms: Norms::after(
-        &["attention.output.LayerNorm", "attention.LayerNorm", "sa_layer_norm", "post_attention_layernorm", "norm1"],
-        &["output.LayerNorm", "output_layer_norm", "post_mlp_layernorm", "norm2"],
+        &[
+            "attention.output.LayerNorm",
+            "attention.LayerNorm",
+            "sa_layer_norm",
+            "post_attention_layernorm",
+            "norm1",
+            "attn_ln",
+        ],
+        &["output.LayerNorm", "output_layer_norm", "post_mlp_layernorm", "norm2", "mlp_ln"],
     ),
     norms_residuals: true,
     norm: NormKind::Layer(1e-12),
@@ -79,6 +90,7 @@ fn encoder_family(json: &Value) -> Result<Option<Family>> {
             }
             Family { mlp: MlpKind::Gated, ..BERT }
         }
+        "gte" | PUBLISHED_GTE => Family { mlp: MlpKind::Gated, ..BERT },
         "eurobert" => Family { norm: NormKind::Rms(1e-5), ..LLAMA },
         "modernbert" => Family {
             norms: Norms::before(&["attn_norm"], &["mlp_norm"]),
@@ -113,6 +125,28 @@ fn family(json: &Value) -> Result<Family> {
     Ok(family)
 }
 
+/// Returns a `config.json` under the model type that transformers has for it.
+///
+/// # Errors
+/// If a setting of GTE's published checkpoints is not that of the model in transformers.
+fn known_as(json: &Value) -> Result<Value> {
+    let mut known = json.clone();
+    if json["model_type"] == PUBLISHED_GTE {
+        for (key, expected) in [
+            ("layer_norm_type", Value::from("layer_norm")),
+            ("logn_attention_scale", Value::from(false)),
+            ("pack_qkv", Value::from(true)),
+            ("position_embedding_type", Value::from("rope")),
+        ] {
+            if json.get(key).is_some_and(|own| *own != expected) {
+                bail!("[encoder] {key} is {}, expected {expected}", json[key])
+            }
+        }
+        known["model_type"] = "gte".into();
+    }
+    Ok(known)
+}
+
 /// An encoder: token ids to a hidden state of each.
 pub struct Encoder {
     /// The embeddings of words. Embedding layers refuse ids that they have no row for.
@@ -141,6 +175,7 @@ impl Encoder {
     pub fn load(json: &Value, vb: VarBuilder, loaded: impl FnMut(usize, usize)) -> Result<Self> {
         // A model that also processes images has the config of its text apart.
         let json = json.get("text_config").filter(|text| text.is_object()).unwrap_or(json);
+        let json = &known_as(json)?;
         let family = family(json)?;
         let weights = Weights::from(vb);
         let inner = weights.below(BASES, WORDS);

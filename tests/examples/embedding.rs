@@ -26,7 +26,7 @@ fn replaced(folder: &std::path::Path, run: &Value) -> Result<tempfile::TempDir> 
 fn embeddings_of_pipelines_match_sentence_transformers() -> Result<()> {
     let device = std::env::var("TEST_DEVICE").unwrap_or("cpu".into());
     let folders = listed(recorded("sentence_embedding").join("pipelines"));
-    assert_eq!(folders.len(), 13);
+    assert_eq!(folders.len(), 15);
     folders.par_iter().try_for_each(|folder| {
         let golden = safetensors::load(folder.join("golden.safetensors"), &Device::Cpu)?;
         for (number, run) in read_json::<Value>(folder.join("golden.json")).as_array().expect("runs").iter().enumerate()
@@ -85,7 +85,7 @@ fn embeddings_of_bf16_and_int8_weights_are_near_sentence_transformers() -> Resul
 fn rerank_scores_match_sentence_transformers() -> Result<()> {
     let device = std::env::var("TEST_DEVICE").unwrap_or("cpu".into());
     let folders = listed(recorded("rerank").join("cross_encoders"));
-    assert_eq!(folders.len(), 10);
+    assert_eq!(folders.len(), 11);
     folders.par_iter().try_for_each(|folder| {
         let golden = safetensors::load(folder.join("golden.safetensors"), &Device::Cpu)?;
         for (number, run) in read_json::<Value>(folder.join("golden.json")).as_array().expect("runs").iter().enumerate()

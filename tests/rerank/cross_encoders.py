@@ -252,6 +252,7 @@ KINDS = {
         position_buckets=8, max_relative_positions=-1, share_att_key=True, norm_rel_ebd="layer_norm", type_vocab_size=0,
     ),
     "eurobert": classifier("eurobert", ["bos", "mean", "late"], num_key_value_heads=2, num_hidden_layers=1),
+    "gte": classifier("gte", type_vocab_size=1, num_hidden_layers=1),
     "qwen3_classifier": qwen3_classifier,
     "qwen3_template": qwen3_template,
     "qwen3_card": qwen3_card,

@@ -18,7 +18,7 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
 from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling
@@ -265,6 +265,43 @@ def embedding_gemma(folder):
     recorder.save()
 
 
+def gte_published(folder):
+    """GTE's own encoder by the names of its published checkpoints: gate and up in one weight, queries, keys and values
+    in one, and a config of the model type "new". transformers reads them as its own GTE, which computes the vectors.
+    """
+    sizes = {**SIZES, "type_vocab_size": 1, "pad_token_id": 0}
+    module = transformer(folder, "gte", tokenizer(), sizes)
+    modules = [module, Pooling(16, pooling_mode="cls"), Normalize()]
+    recorder = Recorder("gte_published", SentenceTransformer(modules=modules))
+    recorder.add("default")
+    weights = {}
+    for name, tensor in load_file(recorder.path / "model.safetensors").items():
+        for own, published in [
+            ("layers.", "encoder.layer."), ("self_attn.", "attention."), ("post_attention_layernorm", "attn_ln"),
+            ("post_mlp_layernorm", "mlp_ln"),
+        ]:
+            name = name.replace(own, published)
+        weights[f"new.{name}"] = tensor
+    joints = [("attention.qkv_proj", ["q_proj", "k_proj", "v_proj"]), ("mlp.up_gate_proj", ["up_proj", "gate_proj"])]
+    for joint, parts in joints:
+        parent = joint.split(".")[0]
+        for name in [name for name in weights if f"{parent}.{parts[0]}." in name]:
+            tensors = [weights.pop(name.replace(parts[0], part)) for part in parts]
+            weights[name.replace(f"{parent}.{parts[0]}", joint)] = torch.cat(tensors)
+    save_file(weights, recorder.path / "model.safetensors", {"format": "pt"})
+    recorder.add("renamed")
+    assert torch.equal(recorder.tensors["default"], recorder.tensors.pop("renamed"))
+    recorder.runs.pop()
+    config = json.loads((recorder.path / "config.json").read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    published = {
+        **config, "model_type": "new", "rope_theta": theta, "rope_scaling": None, "pack_qkv": True,
+        "layer_norm_type": "layer_norm", "logn_attention_scale": False, "position_embedding_type": "rope",
+    }
+    (recorder.path / "config.json").write_text(json.dumps(published, indent=2) + "\n")
+    recorder.save()
+
+
 def encoder(name, model_type, **options):
     """Returns a function that makes an encoder with mean pooling."""
     def make(folder):
@@ -291,6 +328,8 @@ KINDS = {
     "deberta_v2_absolute": encoder("deberta_v2_absolute", "deberta-v2", type_vocab_size=2),
     "eurobert": encoder("eurobert", "eurobert", num_key_value_heads=2),
     "jina_embeddings_v3": encoder("jina_embeddings_v3", "jina_embeddings_v3", type_vocab_size=1),
+    "gte": encoder("gte", "gte", type_vocab_size=1, rope_parameters={"rope_type": "default", "rope_theta": 20.0}),
+    "gte_published": gte_published,
     "camembert": encoder("camembert", "camembert", max_position_embeddings=26, type_vocab_size=1),
 }
 

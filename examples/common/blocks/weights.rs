@@ -208,6 +208,13 @@ impl<'a> Weights<'a> {
     pub fn gated_mlp(&self, activation: Activation) -> Result<Mlp> {
         let names = self.gated_names().unwrap_or(GATED_MLPS[0]);
         let joint = if self.gguf.is_some() || names.gate == names.up { names.up } else { "gate_up_proj" };
+        // GTE's published checkpoints have the gate after up.
+        let swapped = "up_gate_proj";
+        if self.gguf.is_none() && self.first(&[swapped]).is_some() {
+            let weight = self.pp(swapped);
+            let (gate, up) = (weight.linear(OUTPUTS.half(1))?, weight.linear(OUTPUTS.half(0))?);
+            return Mlp::gated(gate, up, self.pp(names.down).linear(INPUTS)?, activation);
+        }
         let is_joint = names.gate == names.up || self.first(&[names.gate]).is_none() && self.first(&[joint]).is_some();
         let (gate, up) = if is_joint {
             let weight = self.pp(joint);
