@@ -31,7 +31,7 @@ struct Groups {
     Buffer<u16> halves, factors;
     Buffer<float> floats, table;
     Buffer<u8> bytes;
-    GroupNumbers arguments;
+    GroupPointers arguments;
 
     Groups(int rows, int groups, int kind, int nest)
         : halves(rows * groups, "halves"), factors(rows * groups / nest, "factors"), floats(rows * groups, "floats"),

@@ -82,7 +82,7 @@ DEVICE float number_of_f16(u16 x) {
 #endif
 
 // The number of a group of a row of weights. NEST is the number of groups that share a factor.
-template <int KIND, int NEST> DEVICE float group_number(const GroupNumbers& from, i64 row, int group, int groups) {
+template <int KIND, int NEST> DEVICE float group_number(const GroupPointers& from, i64 row, int group, int groups) {
     const i64 at = row * groups + group;
     if (KIND == NUMBERS_F16) return number_of_f16(load_global((const u16*)from.numbers + at));
     if (KIND == NUMBERS_BF16) return as_float((u32)load_global((const u16*)from.numbers + at) << 16);

@@ -1,6 +1,6 @@
 //! The argument of the attention kernels.
 
-use crate::kernel_pointers::{Elements, Input, Output, RowStrides, ScoreStrides};
+use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, RowStrides, ScoreStrides};
 use crate::kernel_struct::kernel_struct;
 
 kernel_struct! {
@@ -13,95 +13,95 @@ kernel_struct! {
     pub(crate) struct AttentionArguments {
         // ---- tensors of the forward pass ----
         /// (B, H, T_q, D), elements.
-        pub queries: Input<Elements>,
+        pub queries: InputPointer<Elements>,
         /// (B, H_kv, T_kv, D), elements, or codes with KEY_CODES.
-        pub keys: Input<Elements>,
+        pub keys: InputPointer<Elements>,
         /// (B, H_kv, T_kv, D_v), as the keys.
-        pub values: Input<Elements>,
+        pub values: InputPointer<Elements>,
         /// (B, H_kv, T_kv), with KEY_CODES: a number is (code - 128) times the scale of its row.
-        pub key_scales: Input<f32>,
+        pub key_scales: InputPointer<f32>,
         /// (B, H_kv, T_kv), with KEY_CODES.
-        pub value_scales: Input<f32>,
+        pub value_scales: InputPointer<f32>,
         /// (B, H, T_q, D_v), elements.
-        pub output: Output<Elements>,
+        pub output: OutputPointer<Elements>,
         /// (B, H, T_q), natural; -inf for a fully masked row. May be null.
-        pub log_sum_exp: Output<f32>,
+        pub log_sum_exp: OutputPointer<f32>,
         /// (2, B, H, T_q): what the backward pass computes weights from, as softmax.cuh says. May be null in the
         /// forward pass.
-        pub row_statistics: Output<f32>,
+        pub row_statistics: OutputPointer<f32>,
         // ---- score modifiers ----
         /// Broadcast to (B, H, T_q, T_kv), with HAS_BIAS: elements, or f32.
-        pub bias: Input<Elements>,
+        pub bias: InputPointer<Elements>,
         /// Broadcast to (B, H, T_q, T_kv), with HAS_BOOLEAN_MASK: 0 masks a key.
-        pub boolean_mask: Input<u8>,
+        pub boolean_mask: InputPointer<u8>,
         /// (H), with HAS_ALIBI: -slope * |position of the query - key| is added.
-        pub alibi_slopes: Input<f32>,
+        pub alibi_slopes: InputPointer<f32>,
         /// (B or 1, H, relative_bias_length), with HAS_RELATIVE_BIAS.
-        pub relative_bias: Input<f32>,
+        pub relative_bias: InputPointer<f32>,
         /// (B): replaces relative_bias_origin. May be null.
-        pub relative_bias_origins: Input<i32>,
+        pub relative_bias_origins: InputPointer<i32>,
         /// (H): a logit that takes weight and has no value. May be null.
-        pub sinks: Input<f32>,
+        pub sinks: InputPointer<f32>,
         /// (2): low and high half; replaces dropout_seed_low and _high. May be null.
-        pub dropout_seed: Input<u32>,
+        pub dropout_seed: InputPointer<u32>,
         // ---- which keys a query attends to ----
         /// (B + 1): the first query of each packed sequence, and the total; else null.
-        pub cumulative_queries: Input<i32>,
+        pub cumulative_queries: InputPointer<i32>,
         /// (B + 1): the same of keys; null exactly if cumulative_queries is.
-        pub cumulative_keys: Input<i32>,
+        pub cumulative_keys: InputPointer<i32>,
         /// (B): the position of query 0 among the keys; replaces `first_position`. May be null.
-        pub first_positions: Input<i32>,
+        pub first_positions: InputPointer<i32>,
         /// (B): keys at and past the length are masked. May be null.
-        pub key_lengths: Input<i32>,
+        pub key_lengths: InputPointer<i32>,
         /// (B): keys before the start are masked. May be null.
-        pub key_starts: Input<i32>,
+        pub key_starts: InputPointer<i32>,
         /// (B): with `causal`, keys before the prefix's end are not masked. May be null.
-        pub prefix_lengths: Input<i32>,
+        pub prefix_lengths: InputPointer<i32>,
         /// (B, T_q): the first key that a query may attend to. May be null.
-        pub first_keys: Input<i32>,
+        pub first_keys: InputPointer<i32>,
         /// (B, T_q): the key after the last one. May be null.
-        pub end_keys: Input<i32>,
+        pub end_keys: InputPointer<i32>,
         // ---- scratch of the decode kernels ----
         /// (splits, B, H, T_q, D_v), if `splits` is above 1.
-        pub partial_outputs: Output<f32>,
+        pub partial_outputs: OutputPointer<f32>,
         /// (splits, B, H, T_q): the maximum of the scores, and the sum of the weights.
-        pub partial_statistics: Output<[f32; 2]>,
+        pub partial_statistics: OutputPointer<[f32; 2]>,
         // ---- tensors of the backward pass ----
         /// (B, H, T_q, D_v), elements.
-        pub output_gradient: Input<Elements>,
+        pub output_gradient: InputPointer<Elements>,
         /// (B, H, T_q). May be null.
-        pub log_sum_exp_gradient: Input<f32>,
+        pub log_sum_exp_gradient: InputPointer<f32>,
         /// (B, H, T_q, D), elements.
-        pub query_gradient: Output<Elements>,
+        pub query_gradient: OutputPointer<Elements>,
         /// (B, H_kv, T_kv, D), elements.
-        pub key_gradient: Output<Elements>,
+        pub key_gradient: OutputPointer<Elements>,
         /// (B, H_kv, T_kv, D_v), elements.
-        pub value_gradient: Output<Elements>,
+        pub value_gradient: OutputPointer<Elements>,
         /// (B, H, T_q, T_kv), contiguous, zeros before: with BIAS_GRADIENT.
-        pub score_gradient: Output<f32>,
+        pub score_gradient: OutputPointer<f32>,
         /// The sum of score_gradient over the dimensions that the bias broadcasts.
-        pub bias_gradient: Output<f32>,
+        pub bias_gradient: OutputPointer<f32>,
         /// (H).
-        pub sink_gradient: Output<f32>,
+        pub sink_gradient: OutputPointer<f32>,
         /// (H), with SLOPE_GRADIENT.
-        pub slope_gradient: Output<f32>,
+        pub slope_gradient: OutputPointer<f32>,
         /// (B or 1, H, relative_bias_length), zeros before: with RELATIVE_BIAS_GRADIENT.
-        pub relative_bias_gradient: Output<f32>,
+        pub relative_bias_gradient: OutputPointer<f32>,
         // ---- scratch of the backward pass ----
         /// (B, H, T_q): sum of output * output_gradient, less log_sum_exp_gradient.
-        pub delta: Output<f32>,
+        pub delta: OutputPointer<f32>,
         /// (B, T_q): the first key that a query attends to, and the one after the last.
-        pub query_intervals: Output<[i32; 2]>,
+        pub query_intervals: OutputPointer<[i32; 2]>,
         /// (B, query_tiles): keys that any query of the tile attends to, and that all do.
-        pub tile_intervals: Output<[i32; 4]>,
+        pub tile_intervals: OutputPointer<[i32; 4]>,
         /// (B, H, query_tiles, BACKWARD_QUERIES * HEAD_COLUMNS), with FUSED_BACKWARD.
-        pub query_gradient_sums: Output<f32>,
+        pub query_gradient_sums: OutputPointer<f32>,
         /// (B, H, query_tiles), with FUSED_BACKWARD: blocks of keys that were added.
-        pub query_gradient_turns: Output<i32>,
+        pub query_gradient_turns: OutputPointer<i32>,
         /// (B, H, key blocks, KEY_WARPS), zeros before: with SLOPE_GRADIENT.
-        pub slope_gradient_parts: Output<f32>,
+        pub slope_gradient_parts: OutputPointer<f32>,
         /// (pairs, H / H_kv, key blocks, relative_bias_length), zeros before and after: with RELATIVE_BIAS_GRADIENT.
-        pub relative_bias_parts: Output<f32>,
+        pub relative_bias_parts: OutputPointer<f32>,
         // ---- strides, in elements ----
         /// The strides of `queries`.
         pub query_strides: RowStrides,

@@ -1,7 +1,7 @@
 //! The programs that continuous integration compiles, since it has no GPU: the ones that users get, by the same
 //! functions.
 
-use crate::kernel_struct::{Header, StructDefinition};
+use crate::kernel_struct::{StructDefinition, StructHeader};
 use crate::program::{KernelShape, Program};
 use crate::source;
 
@@ -55,7 +55,7 @@ impl CiProgram {
     }
 
     /// Returns the headers that are printed from structs in Rust.
-    pub(crate) fn headers(&self) -> Vec<Header> {
+    pub(crate) fn headers(&self) -> Vec<StructHeader> {
         self.arguments.headers()
     }
 }

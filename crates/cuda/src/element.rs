@@ -7,13 +7,13 @@ use crate::unsupported::Unsupported;
 
 /// The type of the tensors of a call and of their gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Element {
+pub(crate) enum ElementType {
     F16,
     Bf16,
     F32,
 }
 
-impl Element {
+impl ElementType {
     /// All types.
     pub const ALL: [Self; 3] = [Self::F16, Self::Bf16, Self::F32];
 

@@ -1,6 +1,6 @@
 //! Constants of programs that are given by name, for the tests on the emulator. What is not given has a default.
 
-use crate::element::Element;
+use crate::element::ElementType;
 
 /// The constants that are given, and not used yet.
 pub(crate) struct Given {
@@ -40,11 +40,11 @@ impl Given {
     ///
     /// # Errors
     /// For a number that no type has.
-    pub fn element(&mut self) -> Result<Element, String> {
+    pub fn element(&mut self) -> Result<ElementType, String> {
         match self.take("ELEMENT", 1) {
-            0 => Ok(Element::F16),
-            1 => Ok(Element::Bf16),
-            2 => Ok(Element::F32),
+            0 => Ok(ElementType::F16),
+            1 => Ok(ElementType::Bf16),
+            2 => Ok(ElementType::F32),
             other => Err(format!("ELEMENT is {other}, expected 0, 1 or 2")),
         }
     }

@@ -61,7 +61,7 @@ impl Pointee for u32 {
 /// The address on the device of numbers that kernels read; null by default.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Input<T> {
+pub(crate) struct InputPointer<T> {
     address: u64,
     pointee: PhantomData<T>,
 }
@@ -69,12 +69,12 @@ pub(crate) struct Input<T> {
 /// The address on the device of numbers that kernels write; null by default.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Output<T> {
+pub(crate) struct OutputPointer<T> {
     address: u64,
     pointee: PhantomData<T>,
 }
 
-impl<T: Pointee> Input<T> {
+impl<T: Pointee> InputPointer<T> {
     pub fn new(address: u64) -> Self {
         Self { address, pointee: PhantomData }
     }
@@ -84,12 +84,12 @@ impl<T: Pointee> Input<T> {
     }
 
     /// Returns the address for a field that the kernels of another pass write.
-    pub fn into_output(self) -> Output<T> {
-        Output::new(self.address)
+    pub fn into_output(self) -> OutputPointer<T> {
+        OutputPointer::new(self.address)
     }
 }
 
-impl<T: Pointee> Output<T> {
+impl<T: Pointee> OutputPointer<T> {
     pub fn new(address: u64) -> Self {
         Self { address, pointee: PhantomData }
     }
@@ -100,12 +100,12 @@ impl<T: Pointee> Output<T> {
 }
 
 // SAFETY: devices and their hosts have addresses of 64 bits.
-unsafe impl<T: Pointee> KernelField for Input<T> {
+unsafe impl<T: Pointee> KernelField for InputPointer<T> {
     const TYPE: CppType = CppType::Input(T::CPP);
 }
 
-// SAFETY: as for `Input`.
-unsafe impl<T: Pointee> KernelField for Output<T> {
+// SAFETY: as for `InputPointer`.
+unsafe impl<T: Pointee> KernelField for OutputPointer<T> {
     const TYPE: CppType = CppType::Output(T::CPP);
 }
 

@@ -59,7 +59,7 @@ pub(crate) struct StructDefinition {
 
 /// A header that is printed from the declaration of a struct.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Header {
+pub(crate) struct StructHeader {
     /// The name by which the kernels include it: that of the struct in lower case, such as `gate_arguments.cuh`.
     pub name: String,
     pub text: String,
@@ -81,8 +81,8 @@ impl Hash for StructDefinition {
 
 impl StructDefinition {
     /// Returns the headers of the struct and of the structs in its fields.
-    pub fn headers(&self) -> Vec<Header> {
-        let mut headers = vec![Header { name: self.header_name(), text: self.text() }];
+    pub fn headers(&self) -> Vec<StructHeader> {
+        let mut headers = vec![StructHeader { name: self.header_name(), text: self.text() }];
         for inner in self.inner_structs() {
             for header in inner.headers() {
                 if !headers.contains(&header) {
@@ -248,9 +248,9 @@ mod tests {
         struct ExampleArguments {
             /// (B, T).
             /// May be null.
-            inputs: crate::kernel_pointers::Input<f32>,
+            inputs: crate::kernel_pointers::InputPointer<f32>,
             /// Bytes.
-            codes: crate::kernel_pointers::Output<u8>,
+            codes: crate::kernel_pointers::OutputPointer<u8>,
             /// Strides.
             strides: TwoNumbers,
             /// A size.

@@ -43,7 +43,7 @@ pub use candle_attention_call::{
 };
 pub use capability::{Capability, Limits};
 pub use ci_programs::{CiKernel, CiProgram};
-pub use delta::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};
+pub use delta::{CudaDeltaCall, CudaDeltaGradients, DeltaKernel, DeltaResults};
 pub use device::launches_of_thread;
 #[cfg(feature = "emulator")]
 pub use device::without_programs;

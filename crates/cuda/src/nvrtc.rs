@@ -40,7 +40,7 @@ impl fmt::Display for NvrtcVersion {
     }
 }
 
-type Program = *mut c_void;
+type RawProgram = *mut c_void;
 
 /// The functions of NVRTC that are called, as nvrtc.h declares them.
 struct Functions {
@@ -48,19 +48,19 @@ struct Functions {
     architecture_count: unsafe extern "C" fn(*mut c_int) -> c_int,
     architectures: unsafe extern "C" fn(*mut c_int) -> c_int,
     create: unsafe extern "C" fn(
-        *mut Program,
+        *mut RawProgram,
         *const c_char,
         *const c_char,
         c_int,
         *const *const c_char,
         *const *const c_char,
     ) -> c_int,
-    destroy: unsafe extern "C" fn(*mut Program) -> c_int,
-    compile: unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int,
-    cubin_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
-    cubin: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
-    log_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
-    log: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
+    destroy: unsafe extern "C" fn(*mut RawProgram) -> c_int,
+    compile: unsafe extern "C" fn(RawProgram, c_int, *const *const c_char) -> c_int,
+    cubin_size: unsafe extern "C" fn(RawProgram, *mut usize) -> c_int,
+    cubin: unsafe extern "C" fn(RawProgram, *mut c_char) -> c_int,
+    log_size: unsafe extern "C" fn(RawProgram, *mut usize) -> c_int,
+    log: unsafe extern "C" fn(RawProgram, *mut c_char) -> c_int,
     error_text: unsafe extern "C" fn(c_int) -> *const c_char,
 }
 
@@ -216,7 +216,7 @@ impl Nvrtc {
 /// A program of the library, which is destroyed at the end of the scope.
 struct ProgramGuard<'a> {
     nvrtc: &'a Nvrtc,
-    program: Program,
+    program: RawProgram,
 }
 
 impl ProgramGuard<'_> {
@@ -317,7 +317,7 @@ fn builtins(nvrtc: &Path, version: NvrtcVersion) -> Option<Library> {
 mod tests {
     use super::*;
     use crate::disk_cache::DiskCache;
-    use crate::element::Element;
+    use crate::element::ElementType;
     use crate::specialization::Specialization;
     use crate::tiles::{ForwardLength, ForwardTile};
     use crate::{compile, program};
@@ -335,7 +335,7 @@ mod tests {
 
     /// Returns a program of one kernel.
     fn forward_program() -> program::Program {
-        let specialization = Specialization::plain(Element::Bf16, 64, 64);
+        let specialization = Specialization::plain(ElementType::Bf16, 64, 64);
         let tile = ForwardTile::choose(&specialization, ForwardLength::Other, 99 * 1024).expect("a tile");
         tile.program(&specialization)
     }

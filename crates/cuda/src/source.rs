@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::kernel_struct::{Header, StructDefinition};
+use crate::kernel_struct::{StructDefinition, StructHeader};
 
 /// A file of the source.
 struct SourceFile {
@@ -81,7 +81,7 @@ pub(crate) fn assemble(root: &str, arguments: &StructDefinition) -> String {
 
 /// The source as far as it was put together.
 struct Assembly {
-    headers: Vec<Header>,
+    headers: Vec<StructHeader>,
     included: BTreeSet<String>,
     text: String,
 }

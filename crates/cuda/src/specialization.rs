@@ -1,6 +1,6 @@
 //! The constants that attention kernels are compiled for, besides their tiles.
 
-use crate::element::Element;
+use crate::element::ElementType;
 use crate::program::Define;
 
 /// The type of a bias.
@@ -14,7 +14,7 @@ pub(crate) enum BiasElement {
 /// The computation that the kernels of a program are compiled for, and the alignment of its tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Specialization {
-    pub element: Element,
+    pub element: ElementType,
     /// D, from 1 to 256.
     pub head_dim: usize,
     /// D_v, from 1 to 256.
@@ -64,7 +64,7 @@ fn columns(dim: usize) -> usize {
 
 impl Specialization {
     /// Returns the specialisation of a call without score modifiers.
-    pub fn plain(element: Element, head_dim: usize, value_dim: usize) -> Self {
+    pub fn plain(element: ElementType, head_dim: usize, value_dim: usize) -> Self {
         Self {
             element,
             head_dim,
@@ -104,12 +104,12 @@ impl Specialization {
 
     /// Returns the bytes behind a row, which keep rows that are read together in different banks.
     pub fn row_padding(&self) -> usize {
-        if self.element == Element::F32 { 32 } else { 16 }
+        if self.element == ElementType::F32 { 32 } else { 16 }
     }
 
     /// Returns whether scores are natural logarithms, so that the statistics of a row are two numbers.
     pub fn has_natural_scores(&self) -> bool {
-        self.element == Element::F32 || self.bias.is_some() || self.relative_bias
+        self.element == ElementType::F32 || self.bias.is_some() || self.relative_bias
     }
 
     /// Returns whether more is done to a product than a multiplication by a scale above 0.

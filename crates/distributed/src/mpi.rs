@@ -132,7 +132,7 @@ impl Mpi {
         Ok(())
     }
 
-    fn sum<T: Number>(&self, xs: &Tensor) -> Result<Tensor> {
+    fn sum<T: MpiNumber>(&self, xs: &Tensor) -> Result<Tensor> {
         let mut sum = vec![T::Sent::default(); xs.elem_count()];
         with_numbers::<T, _>(xs, |own| {
             for (own_chunk, sum_chunk) in own.chunks(SUM_CHUNK).zip(sum.chunks_mut(SUM_CHUNK)) {
@@ -142,7 +142,7 @@ impl Mpi {
         Tensor::from_vec(T::received(sum), xs.shape(), xs.device())
     }
 
-    fn gather<T: Number>(&self, xs: &Tensor) -> Result<Vec<Tensor>> {
+    fn gather<T: MpiNumber>(&self, xs: &Tensor) -> Result<Vec<Tensor>> {
         let mut all = vec![T::Sent::default(); self.size * xs.elem_count()];
         with_numbers::<T, _>(xs, |own| self.world.all_gather_into(own, &mut all[..]))?;
         let all = Tensor::from_vec(T::received(all), [&[self.size], xs.dims()].concat(), xs.device())?;
@@ -214,7 +214,7 @@ struct Ring {
 
 impl Ring {
     /// Sends a tensor to the next rank, and receives a tensor of `shape` from the previous rank.
-    fn pass<T: Number>(self, xs: &Tensor, shape: &[usize], is_urgent: &AtomicBool) -> Result<Tensor> {
+    fn pass<T: MpiNumber>(self, xs: &Tensor, shape: &[usize], is_urgent: &AtomicBool) -> Result<Tensor> {
         let mut received = vec![T::Sent::default(); shape.iter().product()];
         let next = (self.rank + 1) % self.size;
         let previous = (self.rank + self.size - 1) % self.size;
@@ -237,7 +237,7 @@ impl Ring {
 }
 
 /// Calls a function with the numbers of a tensor as MPI sends them.
-fn with_numbers<T: Number, R>(xs: &Tensor, call: impl FnOnce(&[T::Sent]) -> R) -> Result<R> {
+fn with_numbers<T: MpiNumber, R>(xs: &Tensor, call: impl FnOnce(&[T::Sent]) -> R) -> Result<R> {
     let xs = xs.to_device(&Device::Cpu)?.contiguous()?;
     let (storage, layout) = xs.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else { bail!("[mpi] the tensor is not in the CPU's memory") };
@@ -246,7 +246,7 @@ fn with_numbers<T: Number, R>(xs: &Tensor, call: impl FnOnce(&[T::Sent]) -> R) -
 }
 
 /// Number type of Candle with the type that MPI sends for it.
-trait Number: WithDType {
+trait MpiNumber: WithDType {
     type Sent: Equivalence + Clone + Default;
 
     fn sent(numbers: &[Self]) -> &[Self::Sent];
@@ -256,7 +256,7 @@ trait Number: WithDType {
 
 macro_rules! number {
     ($t:ty, $sent:ty, $to:expr, $from:expr) => {
-        impl Number for $t {
+        impl MpiNumber for $t {
             type Sent = $sent;
 
             fn sent(numbers: &[Self]) -> &[Self::Sent] {

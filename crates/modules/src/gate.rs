@@ -159,14 +159,14 @@ mod tests {
     use super::*;
 
     /// The inputs of a test.
-    struct Inputs {
+    struct GateInputs {
         gates: Var,
         values: Var,
         upstream: Tensor,
     }
 
     /// Returns the product and the gradients of gates and values.
-    fn with_gradients(inputs: &Inputs, output: Tensor) -> Result<Vec<Tensor>> {
+    fn with_gradients(inputs: &GateInputs, output: Tensor) -> Result<Vec<Tensor>> {
         let gradients = (&output * &inputs.upstream)?.sum_all()?.backward()?;
         let of = |variable: &Var| gradients.get(variable).cloned().expect("a gradient");
         Ok(vec![of(&inputs.gates), of(&inputs.values), output])
@@ -181,7 +181,7 @@ mod tests {
         let random = |width: usize| Tensor::randn(0f32, 1., (2, 5, 3, width), &Device::Cpu);
         let (gates, values) = (Var::from_tensor(&random(gate_width)?)?, Var::from_tensor(&random(70)?)?);
         let upstream = Tensor::randn(0f32, 1., (2, 3, 5, 70), &Device::Cpu)?;
-        let inputs = Inputs { gates, values, upstream };
+        let inputs = GateInputs { gates, values, upstream };
         let (gate_view, value_view) = (inputs.gates.transpose(1, 2)?, inputs.values.transpose(1, 2)?);
         let call = CudaGate::plan(&gate_view, &value_view, activation).expect("the kernels run the call");
         let own = with_gradients(&inputs, call.run()?)?;

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, bail};
 
 use super::Checkpoint;
 use super::layers::is_weight;
-use super::stored::{Entry, StoredTensor};
+use super::stored::{StoredEntry, TensorLocation};
 use candle_attention_modules::base::{FLOATS, QuantizationFormat, QuantizedWeight};
 
 /// The number of elements that are in f32 at a time.
@@ -30,7 +30,7 @@ impl Checkpoint {
     /// # Errors
     /// For a checkpoint with quantised weights, and one without a weight whose inputs are whole groups.
     pub fn with_quantization(self, format: QuantizationFormat) -> Result<Self> {
-        let is_quantized = |entry: &Entry| matches!(entry, Entry::Quantized { .. });
+        let is_quantized = |entry: &StoredEntry| matches!(entry, StoredEntry::Quantized { .. });
         if let Some((name, _)) = self.entries.iter().find(|(_, entry)| is_quantized(entry)) {
             bail!("[weights] {name} is quantised already, expected a checkpoint of plain weights")
         }
@@ -44,7 +44,7 @@ impl Checkpoint {
     /// Returns the plain weight of a linear layer that is quantised when it is read.
     pub(super) fn quantized_at_load(&self, name: &str) -> Option<AtLoad<'_>> {
         let format = self.quantization?;
-        let Some(Entry::Stored(stored)) = self.entry(name) else { return None };
+        let Some(StoredEntry::Stored(stored)) = self.entry(name) else { return None };
         let &[_, inputs] = stored.shape.as_slice() else { return None };
         let is_whole = inputs > 0 && inputs.is_multiple_of(format.group(inputs));
         (is_weight(name) && is_whole && FLOATS.contains(&stored.dtype)).then_some(AtLoad { stored, format })
@@ -53,7 +53,7 @@ impl Checkpoint {
 
 /// A plain weight that is quantised when it is read.
 pub(super) struct AtLoad<'a> {
-    stored: &'a StoredTensor,
+    stored: &'a TensorLocation,
     format: QuantizationFormat,
 }
 

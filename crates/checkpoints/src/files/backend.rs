@@ -8,22 +8,22 @@ use candle_nn::var_builder::SimpleBackend;
 use super::Checkpoint;
 use super::layers::{OF_MLX, is_weight};
 use super::quantized::QuantizedEntry;
-use super::quantized::float8::Block;
-use super::stored::{Entry, StoredTensor};
+use super::quantized::float8::ScaleBlock;
+use super::stored::{StoredEntry, TensorLocation};
 use candle_attention_modules::base::{FLOATS, Fact, QuantizedWeight, SCALES, floats_text, root};
 
 /// Reads a checkpoint's tensors for a `VarBuilder`.
-pub(super) struct Backend {
+pub(super) struct CheckpointBackend {
     pub checkpoint: Checkpoint,
     /// The safetensors files, if they are mapped into memory.
     pub mapped: Option<MmapedSafetensors>,
 }
 
-impl Backend {
+impl CheckpointBackend {
     /// Reads a tensor in a dtype, floats of a quantised weight dequantised.
     fn read(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         match self.checkpoint.entry(name) {
-            Some(Entry::Quantized { weight, unscaled }) => match unscaled {
+            Some(StoredEntry::Quantized { weight, unscaled }) => match unscaled {
                 Some(stored) if dtype == DType::F8E4M3 => self.read_stored(name, stored, dtype, device),
                 _ => {
                     let numbers = read_quantized(name, weight)?.dequantize()?;
@@ -37,11 +37,11 @@ impl Backend {
         }
     }
 
-    fn find(&self, name: &str) -> Result<&StoredTensor> {
+    fn find(&self, name: &str) -> Result<&TensorLocation> {
         match self.checkpoint.entry(name) {
-            Some(Entry::Stored(stored)) => Ok(stored),
-            Some(Entry::Quantized { .. }) => bail!("{name} is quantised, expected a tensor of numbers"),
-            Some(Entry::Unreadable { problem, .. }) => Err(Error::msg(format!("{name}: {problem}"))),
+            Some(StoredEntry::Stored(stored)) => Ok(stored),
+            Some(StoredEntry::Quantized { .. }) => bail!("{name} is quantised, expected a tensor of numbers"),
+            Some(StoredEntry::Unreadable { problem, .. }) => Err(Error::msg(format!("{name}: {problem}"))),
             None => {
                 // The reader of a layer finds the hint as the context of the cause.
                 let missing = Error::CannotFindTensor { path: name.to_string() };
@@ -64,7 +64,7 @@ impl Backend {
             bail!("{name} {found}")
         }
         match self.checkpoint.entry(name) {
-            Some(Entry::Stored(stored)) if is_weight(name) && self.checkpoint.has_integers(name) => {
+            Some(StoredEntry::Stored(stored)) if is_weight(name) && self.checkpoint.has_integers(name) => {
                 let own = stored.dtype;
                 bail!("{name} has dtype {own:?}, expected a weight of floats; a builder of {own:?} returns integers")
             }
@@ -72,7 +72,7 @@ impl Backend {
         }
     }
 
-    fn read_stored(&self, name: &str, stored: &StoredTensor, dtype: DType, device: &Device) -> Result<Tensor> {
+    fn read_stored(&self, name: &str, stored: &TensorLocation, dtype: DType, device: &Device) -> Result<Tensor> {
         if dtype == DType::F64 && device.is_metal() {
             bail!("{name} is read as F64, expected {}", floats_text(device))
         }
@@ -81,19 +81,19 @@ impl Backend {
     }
 
     /// Returns why floats of 8 bits without a scale, or with one that does not fit, are not read as other floats.
-    fn float8_problem(&self, name: &str, entry: &Entry) -> String {
+    fn float8_problem(&self, name: &str, entry: &StoredEntry) -> String {
         let named = SCALES.map(|suffix| format!("{name}{suffix}"));
         let scale = named.iter().find_map(|scale| Some((scale, self.checkpoint.entry(scale)?.shape()?)));
         match (scale, entry) {
             (Some((scale, shape)), _) => {
-                let Block { rows, columns } = self.checkpoint.block();
+                let ScaleBlock { rows, columns } = self.checkpoint.block();
                 format!(
                     "{name} is float8 of shape {:?} and {scale} has shape {shape:?}, expected one number, one for each \
                      row, or one for each block of {rows} by {columns}",
                     entry.shape().unwrap_or_default()
                 )
             }
-            (None, Entry::Unreadable { problem, .. }) => format!("{name}: {problem}"),
+            (None, StoredEntry::Unreadable { problem, .. }) => format!("{name}: {problem}"),
             (None, _) => format!(
                 "{name} is float8, and the file has no {} for it; a builder of F8E4M3 returns weights as stored",
                 named.join(" or ")
@@ -106,10 +106,10 @@ fn read_quantized(name: &str, entry: &QuantizedEntry) -> Result<QuantizedWeight>
     entry.read().map_err(|error| Error::msg(format!("{name} is quantised, and cannot be read: {}", root(&error))))
 }
 
-impl SimpleBackend for Backend {
+impl SimpleBackend for CheckpointBackend {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         self.refuse_quantized(name, dtype)?;
-        if let Some(got) = self.checkpoint.entry(name).and_then(Entry::shape)
+        if let Some(got) = self.checkpoint.entry(name).and_then(StoredEntry::shape)
             && got != shape.dims()
         {
             let msg = format!("shape mismatch for {name}");
@@ -122,7 +122,7 @@ impl SimpleBackend for Backend {
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         if let Some(weight) = Fact::weight_of_codes(name) {
             return match (self.checkpoint.entry(weight), self.checkpoint.quantized_at_load(weight)) {
-                (Some(Entry::Quantized { weight: entry, .. }), _) => read_quantized(weight, entry)?.into_tensor(),
+                (Some(StoredEntry::Quantized { weight: entry, .. }), _) => read_quantized(weight, entry)?.into_tensor(),
                 (_, Some(plain)) => plain.read()?.into_tensor(),
                 _ => bail!("{weight} is not quantised"),
             };
@@ -135,7 +135,7 @@ impl SimpleBackend for Backend {
         let origin = self.checkpoint.origin;
         if let Some(weight) = Fact::weight_of_codes(name) {
             return match self.checkpoint.entry(weight) {
-                Some(Entry::Quantized { weight: own, .. }) => own.shape.len() == 2,
+                Some(StoredEntry::Quantized { weight: own, .. }) => own.shape.len() == 2,
                 _ => self.checkpoint.quantized_at_load(weight).is_some(),
             };
         }

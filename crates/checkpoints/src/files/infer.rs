@@ -10,16 +10,16 @@ use candle_attention_modules::norm::{KEY_NORM_NAMES, QUERY_NORM_NAMES};
 
 /// The size of a projection: rows (out) and columns (in), as an `nn.Linear` has them.
 #[derive(Clone, Copy)]
-struct Matrix {
+struct ProjectionSize {
     rows: usize,
     columns: usize,
 }
 
 /// The sizes of the projections of queries, keys and values.
 struct Inputs {
-    query: Matrix,
-    key: Matrix,
-    value: Matrix,
+    query: ProjectionSize,
+    key: ProjectionSize,
+    value: ProjectionSize,
 }
 
 /// Returns the config that the shapes of a layer imply.
@@ -71,7 +71,7 @@ pub(super) fn infer_config(
         _ => bail!("[weights] shapes do not tell the number of heads; give num_heads (at least 1)"),
     };
     // A stack has the rows of one head in each tensor.
-    let rows = |matrix: Matrix| matrix.rows.saturating_mul(stack.unwrap_or(1));
+    let rows = |matrix: ProjectionSize| matrix.rows.saturating_mul(stack.unwrap_or(1));
     let head_dim = divide("the query projection", rows(inputs.query), h)?;
     let h_kv = divide("the key projection", rows(inputs.key), head_dim)?;
     let value_head_dim = divide("the value projection", rows(inputs.value), h_kv)?;
@@ -152,7 +152,7 @@ fn inputs(
     tensors: &impl TensorSource,
     named: &[LayoutTensor],
     out_weight: &LayoutTensor,
-    out: Option<Matrix>,
+    out: Option<ProjectionSize>,
     num_heads: Option<usize>,
 ) -> Result<Inputs> {
     let mut weights = named.iter().filter(|tensor| !tensor.is_bias && !tensor.holds(Gate) && !tensor.holds(Output));
@@ -175,14 +175,18 @@ fn divide(what: &str, rows: usize, by: usize) -> Result<usize> {
     Ok(rows / by)
 }
 
-fn matrix(tensors: &impl TensorSource, weight: &LayoutTensor) -> Result<Matrix> {
+fn matrix(tensors: &impl TensorSource, weight: &LayoutTensor) -> Result<ProjectionSize> {
     let name = weight.name();
     let shape = tensors.shape(&name)?;
     match (weight.dims(), &shape[..]) {
-        (StoredDims::OutIn, &[rows, columns]) => Ok(Matrix { rows, columns }),
-        (StoredDims::InOut, &[columns, rows]) => Ok(Matrix { rows, columns }),
-        (StoredDims::InHeads, &[columns, heads, width]) => Ok(Matrix { rows: heads.saturating_mul(width), columns }),
-        (StoredDims::HeadsOut, &[heads, width, rows]) => Ok(Matrix { rows, columns: heads.saturating_mul(width) }),
+        (StoredDims::OutIn, &[rows, columns]) => Ok(ProjectionSize { rows, columns }),
+        (StoredDims::InOut, &[columns, rows]) => Ok(ProjectionSize { rows, columns }),
+        (StoredDims::InHeads, &[columns, heads, width]) => {
+            Ok(ProjectionSize { rows: heads.saturating_mul(width), columns })
+        }
+        (StoredDims::HeadsOut, &[heads, width, rows]) => {
+            Ok(ProjectionSize { rows, columns: heads.saturating_mul(width) })
+        }
         (StoredDims::InHeads | StoredDims::HeadsOut, other) => {
             bail!("[weights] {name} has shape {other:?}, expected three dimensions")
         }
@@ -192,8 +196,14 @@ fn matrix(tensors: &impl TensorSource, weight: &LayoutTensor) -> Result<Matrix> 
 
 /// Divides the rows of a packed weight, which has (H + 2 · H_kv) · D of them, into queries, keys and values. The input
 /// of the output projection, H · D, tells the number of query rows.
-fn packed(weight: Matrix, name: &str, out_name: &str, out: Option<Matrix>, num_heads: Option<usize>) -> Result<Inputs> {
-    let Matrix { rows, columns } = weight;
+fn packed(
+    weight: ProjectionSize,
+    name: &str,
+    out_name: &str,
+    out: Option<ProjectionSize>,
+    num_heads: Option<usize>,
+) -> Result<Inputs> {
+    let ProjectionSize { rows, columns } = weight;
     if name == "c_attn" && columns == rows.saturating_mul(3) && rows > 0 {
         bail!(
             "[weights] {name} has {rows} outputs and {columns} inputs, expected three times as many outputs as inputs: \
@@ -214,6 +224,6 @@ fn packed(weight: Matrix, name: &str, out_name: &str, out: Option<Matrix>, num_h
     if let Some(h) = num_heads.filter(|&h| h > 0) {
         divide(name, keys, divide(name, queries, h)?)?;
     }
-    let part = |count| Matrix { rows: count, columns };
+    let part = |count| ProjectionSize { rows: count, columns };
     Ok(Inputs { query: part(queries), key: part(keys), value: part(keys) })
 }

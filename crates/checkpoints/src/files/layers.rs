@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::Checkpoint;
 use super::infer::infer_config;
-use super::stored::Entry;
+use super::stored::StoredEntry;
 use candle_attention_core::MultiHeadAttentionConfig;
 use candle_attention_core::internal::{LayoutTensor, TensorSource, detect_with, nearest_layout, query_weights};
 use candle_attention_core::weights::{PackedNaming, QkvOrder, WeightLayout};
@@ -75,7 +75,7 @@ impl Checkpoint {
     /// Returns the signs that a weight is quantised; `None` if there are none.
     pub(super) fn quantized(&self, name: &str) -> Option<QuantizationSigns> {
         let beside = QuantizationSigns::beside(name, |beside| self.entry(beside).is_some());
-        let dtype = self.entry(name).and_then(Entry::packed_dtype);
+        let dtype = self.entry(name).and_then(StoredEntry::packed_dtype);
         let has_scale = || SCALES.iter().any(|suffix| self.entry(&format!("{name}{suffix}")).is_some());
         let signs = match (beside, dtype) {
             (Some(beside), Some(dtype)) => beside.with_dtype(dtype),
@@ -87,7 +87,7 @@ impl Checkpoint {
         };
         let signs = signs.with_config(&self.config);
         match self.entry(name) {
-            Some(Entry::Unreadable { raw: None, problem, .. }) => Some(signs.with_problem(problem.clone())),
+            Some(StoredEntry::Unreadable { raw: None, problem, .. }) => Some(signs.with_problem(problem.clone())),
             _ => Some(signs),
         }
     }
@@ -179,10 +179,10 @@ impl TensorSource for LayerTensors<'_> {
         let name = self.full_name(name);
         match self.checkpoint.stored_name(&name).and_then(|stored| self.checkpoint.entry(&stored)) {
             None => bail!("[weights] {name} is missing; {}", self.checkpoint.hint(&name)),
-            Some(Entry::Stored(stored)) => Ok(stored.shape.clone()),
-            Some(Entry::Unreadable { shape: Some(shape), .. }) => Ok(shape.clone()),
-            Some(Entry::Unreadable { shape: None, problem, .. }) => bail!("[weights] {name}: {problem}"),
-            Some(Entry::Quantized { weight, .. }) => Ok(weight.shape.clone()),
+            Some(StoredEntry::Stored(stored)) => Ok(stored.shape.clone()),
+            Some(StoredEntry::Unreadable { shape: Some(shape), .. }) => Ok(shape.clone()),
+            Some(StoredEntry::Unreadable { shape: None, problem, .. }) => bail!("[weights] {name}: {problem}"),
+            Some(StoredEntry::Quantized { weight, .. }) => Ok(weight.shape.clone()),
         }
     }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::stored::Entry;
+use super::stored::StoredEntry;
 
 /// The values of `model_type` of models whose norms mlx-lm stores as `1 + w`, where PyTorch stores `w`.
 const ONE_MORE: [&str; 8] = [
@@ -68,14 +68,14 @@ impl Origin {
 
 /// Undoes the conversion of MLX in a checkpoint. `files` are those whose header says that MLX wrote them; without any,
 /// the shapes of convolutions tell it.
-pub(super) fn undo(entries: &mut BTreeMap<String, Entry>, files: &BTreeSet<Arc<Path>>, config: &Value) -> Origin {
+pub(super) fn undo(entries: &mut BTreeMap<String, StoredEntry>, files: &BTreeSet<Arc<Path>>, config: &Value) -> Origin {
     let orders = convolutions(entries, files);
     if files.is_empty() && !orders.of_mlx {
         return Origin::OTHER;
     }
-    let is_of_mlx = |entry: &Entry| match entry {
-        Entry::Stored(stored) => files.is_empty() || files.contains(&stored.file),
-        Entry::Unreadable { .. } | Entry::Quantized { .. } => false,
+    let is_of_mlx = |entry: &StoredEntry| match entry {
+        StoredEntry::Stored(stored) => files.is_empty() || files.contains(&stored.file),
+        StoredEntry::Unreadable { .. } | StoredEntry::Quantized { .. } => false,
     };
     let names: Vec<_> = entries.iter().filter(|(_, entry)| is_of_mlx(entry)).map(|(name, _)| name.clone()).collect();
     // mlx-lm itself takes a model whose convolutions are in PyTorch's order for one that is not converted.
@@ -108,10 +108,10 @@ struct Orders {
 
 /// Finds the orders of convolutions in the files of MLX, or in all files if none says that it is of MLX. Convolutions
 /// of other modules may have one tap and many channels.
-fn convolutions(entries: &BTreeMap<String, Entry>, files: &BTreeSet<Arc<Path>>) -> Orders {
+fn convolutions(entries: &BTreeMap<String, StoredEntry>, files: &BTreeSet<Arc<Path>>) -> Orders {
     let mut orders = Orders::default();
     for (name, entry) in entries {
-        let Entry::Stored(stored) = entry else { continue };
+        let StoredEntry::Stored(stored) = entry else { continue };
         let is_looked_at = files.is_empty() || files.contains(&stored.file);
         let Some((layer, _)) = name.split_once(".conv").or_else(|| split_before(name, "_conv")) else { continue };
         if !is_looked_at || !is_convolution(name) || !entries.contains_key(&format!("{layer}.A_log")) {
@@ -141,7 +141,7 @@ enum Norms {
 
 impl Norms {
     /// Returns how the model of a checkpoint stores its norms: by its layers, or by the config next to it.
-    fn of(entries: &BTreeMap<String, Entry>, config: &Value) -> Self {
+    fn of(entries: &BTreeMap<String, StoredEntry>, config: &Value) -> Self {
         // One convolution for all of queries, keys and values: Qwen's linear attention.
         if entries.keys().any(|name| name.ends_with("linear_attn.conv1d.weight")) {
             return Self::OneMore;
@@ -156,14 +156,18 @@ impl Norms {
     }
 }
 
-fn change(entries: &mut BTreeMap<String, Entry>, name: &str, change: impl FnOnce(&mut super::stored::StoredTensor)) {
-    if let Some(Entry::Stored(stored)) = entries.get_mut(name) {
+fn change(
+    entries: &mut BTreeMap<String, StoredEntry>,
+    name: &str,
+    change: impl FnOnce(&mut super::stored::TensorLocation),
+) {
+    if let Some(StoredEntry::Stored(stored)) = entries.get_mut(name) {
         change(stored);
     }
 }
 
 /// Gives a convolution of Kimi Linear the name that PyTorch has for it: `q_conv1d` for `q_conv.conv`.
-fn rename_convolution(entries: &mut BTreeMap<String, Entry>, name: &str) {
+fn rename_convolution(entries: &mut BTreeMap<String, StoredEntry>, name: &str) {
     for part in ["q_conv", "k_conv", "v_conv"] {
         if let Some(layer) = name.strip_suffix(&format!("{part}.conv.weight"))
             && let Some(entry) = entries.remove(name)
@@ -175,16 +179,19 @@ fn rename_convolution(entries: &mut BTreeMap<String, Entry>, name: &str) {
 
 /// Returns whether MLX multiplied a weight by one of Falcon H1's factors, which the model applies by itself. Its layers
 /// have attention and a state space model.
-fn is_multiplied(entries: &BTreeMap<String, Entry>, name: &str) -> bool {
+fn is_multiplied(entries: &BTreeMap<String, StoredEntry>, name: &str) -> bool {
     let Some((layer, projection)) = name.split_once(".self_attn.") else { return false };
     ["q_proj.weight", "k_proj.weight", "o_proj.weight"].contains(&projection)
         && entries.contains_key(&format!("{layer}.mamba.A_log"))
 }
 
-fn refuse_multiplied(entries: &mut BTreeMap<String, Entry>, name: &str) {
-    let shape = entries.get(name).and_then(Entry::shape).map(<[usize]>::to_vec);
+fn refuse_multiplied(entries: &mut BTreeMap<String, StoredEntry>, name: &str) {
+    let shape = entries.get(name).and_then(StoredEntry::shape).map(<[usize]>::to_vec);
     let problem = "MLX multiplied it by the factors of Falcon H1's config, expected the model before its conversion";
-    entries.insert(name.to_string(), Entry::Unreadable { dtype: None, shape, problem: problem.to_string(), raw: None });
+    entries.insert(
+        name.to_string(),
+        StoredEntry::Unreadable { dtype: None, shape, problem: problem.to_string(), raw: None },
+    );
 }
 
 #[cfg(test)]

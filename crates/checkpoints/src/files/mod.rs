@@ -22,15 +22,15 @@ use std::sync::Arc;
 
 #[cfg(not(feature = "hub"))]
 use self::safetensors::ShardIndex;
-use backend::Backend;
+use backend::CheckpointBackend;
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_nn::VarBuilder;
 use mlx::Origin;
 use quantized::Settings;
-use quantized::float8::{Block, USUAL_BLOCK};
+use quantized::float8::{ScaleBlock, USUAL_BLOCK};
 use serde_json::{Value, json};
-use stored::Entry;
+use stored::StoredEntry;
 
 pub(crate) use layers::OF_MLX;
 pub(crate) use stored::one_less;
@@ -66,7 +66,7 @@ pub unsafe fn open_mmaped(path: impl AsRef<Path>, dtype: DType, device: &Device)
 /// The names and shapes of a checkpoint's tensors; a builder over it reads their values.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
-    entries: Arc<BTreeMap<String, Entry>>,
+    entries: Arc<BTreeMap<String, StoredEntry>>,
     /// The files that are safetensors.
     safetensors: Vec<PathBuf>,
     /// The `model_args` that nanoGPT saves with its weights, or else the config.json next to the files; null without
@@ -176,7 +176,11 @@ impl Checkpoint {
     }
 
     fn builder(&self, mapped: Option<MmapedSafetensors>, dtype: DType, device: &Device) -> VarBuilder<'static> {
-        VarBuilder::from_backend(Box::new(Backend { checkpoint: self.clone(), mapped }), dtype, device.clone())
+        VarBuilder::from_backend(
+            Box::new(CheckpointBackend { checkpoint: self.clone(), mapped }),
+            dtype,
+            device.clone(),
+        )
     }
 
     /// Returns the files that are safetensors, for Candle's builders, which read no other files.
@@ -197,7 +201,7 @@ impl Checkpoint {
 
     /// Returns the tensor of this name, also of a name with `/` as in the file, and of a name with an empty part:
     /// `vb.pp("")` puts a `.` in front of each name.
-    fn entry(&self, name: &str) -> Option<&Entry> {
+    fn entry(&self, name: &str) -> Option<&StoredEntry> {
         let in_file = self.entries.get(name);
         if in_file.is_some() {
             return in_file;
@@ -213,20 +217,20 @@ impl Checkpoint {
     }
 
     /// Returns the blocks of floats of 8 bits that share a scale, by the config or else the usual ones.
-    fn block(&self) -> Block {
+    fn block(&self) -> ScaleBlock {
         Settings::new(&self.config).block().unwrap_or(USUAL_BLOCK)
     }
 
     /// Returns whether a tensor is the scale of floats of 8 bits that it does not fit.
     fn is_scale(&self, name: &str) -> bool {
         let weight = SCALES.iter().find_map(|suffix| name.strip_suffix(suffix));
-        weight.and_then(|weight| self.entry(weight)).is_some_and(Entry::is_float8)
+        weight.and_then(|weight| self.entry(weight)).is_some_and(StoredEntry::is_float8)
     }
 }
 
 /// Returns the tensors of a file with `.` in their names for `/`, which flax and Keras write between the parts of a
 /// name. A name stays as it is if another tensor has the name with `.`.
-fn with_dots(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
+fn with_dots(entries: BTreeMap<String, StoredEntry>) -> BTreeMap<String, StoredEntry> {
     let (with_slashes, mut renamed): (BTreeMap<_, _>, BTreeMap<_, _>) =
         entries.into_iter().partition(|(name, _)| name.contains('/'));
     for (name, entry) in with_slashes {
@@ -257,7 +261,7 @@ fn config_next_to(file: &Path) -> Value {
 }
 
 /// Replaces the tensors of quantised layers by one weight each.
-fn join_quantized(entries: &mut BTreeMap<String, Entry>, config: &Value, metadata: &HashMap<String, String>) {
+fn join_quantized(entries: &mut BTreeMap<String, StoredEntry>, config: &Value, metadata: &HashMap<String, String>) {
     let raw = entries.iter().filter_map(|(name, entry)| Some((name.clone(), entry.raw()?))).collect();
     let quantized = quantized::layers(&raw, config, metadata);
     for layer in quantized.layers {
@@ -265,13 +269,13 @@ fn join_quantized(entries: &mut BTreeMap<String, Entry>, config: &Value, metadat
         let entry = match layer.entry {
             Ok(weight) => {
                 // The weight itself is among the tensors of its layer.
-                let unscaled = removed.into_iter().flatten().find_map(Entry::into_float8);
-                Entry::Quantized { weight, unscaled }
+                let unscaled = removed.into_iter().flatten().find_map(StoredEntry::into_float8);
+                StoredEntry::Quantized { weight, unscaled }
             }
             Err(error) => {
                 let problem = root(&error).to_string();
-                let dtype = entries.get(&layer.weight).and_then(Entry::packed_dtype);
-                Entry::Unreadable { dtype, shape: None, problem, raw: None }
+                let dtype = entries.get(&layer.weight).and_then(StoredEntry::packed_dtype);
+                StoredEntry::Unreadable { dtype, shape: None, problem, raw: None }
             }
         };
         entries.insert(layer.weight, entry);

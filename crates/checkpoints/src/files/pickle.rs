@@ -38,14 +38,14 @@ pub(super) struct Pickle {
     pub top: Id,
 }
 
-type Result<T> = std::result::Result<T, String>;
+type PickleResult<T> = std::result::Result<T, String>;
 
 impl Pickle {
     /// Reads a pickle.
     ///
     /// # Errors
     /// For an instruction that state dicts do not use, and for a pickle that ends early or contradicts itself.
-    pub(super) fn read(bytes: &[u8]) -> Result<Self> {
+    pub(super) fn read(bytes: &[u8]) -> PickleResult<Self> {
         let mut machine = Machine { bytes, ..Machine::default() };
         loop {
             let opcode = machine.byte()?;
@@ -90,7 +90,7 @@ struct Machine<'a> {
 }
 
 impl Machine<'_> {
-    fn step(&mut self, opcode: u8) -> Result<()> {
+    fn step(&mut self, opcode: u8) -> PickleResult<()> {
         match opcode {
             // PROTO
             0x80 => match self.byte()? {
@@ -202,7 +202,7 @@ impl Machine<'_> {
     }
 
     /// Removes the topmost object above the last mark.
-    fn pop(&mut self) -> Result<Id> {
+    fn pop(&mut self) -> PickleResult<Id> {
         let floor = self.marks.last().copied().unwrap_or(0);
         if self.stack.len() <= floor {
             return Err("an instruction finds too few objects".into());
@@ -210,13 +210,13 @@ impl Machine<'_> {
         self.stack.pop().ok_or_else(|| "an instruction finds no object".into())
     }
 
-    fn pop_to_mark(&mut self) -> Result<Vec<Id>> {
+    fn pop_to_mark(&mut self) -> PickleResult<Vec<Id>> {
         let mark = self.marks.pop().ok_or("an instruction finds no mark")?;
         Ok(self.stack.split_off(mark))
     }
 
     /// Inserts alternating keys and values into the dict on top of the stack.
-    fn insert(&mut self, items: &[Id]) -> Result<()> {
+    fn insert(&mut self, items: &[Id]) -> PickleResult<()> {
         let (pairs, rest) = items.as_chunks();
         let dict = self.stack.last().map(|&id| &mut self.objects[id]);
         match (dict, rest) {
@@ -228,28 +228,28 @@ impl Machine<'_> {
         Ok(())
     }
 
-    fn memo_key(&mut self, long: bool) -> Result<u32> {
+    fn memo_key(&mut self, long: bool) -> PickleResult<u32> {
         if long { Ok(u32::from_le_bytes(self.array()?)) } else { Ok(self.byte()?.into()) }
     }
 
-    fn take(&mut self, len: usize) -> Result<&[u8]> {
+    fn take(&mut self, len: usize) -> PickleResult<&[u8]> {
         let (taken, rest) = self.bytes.split_at_checked(len).ok_or("the pickle ends early")?;
         self.bytes = rest;
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+    fn array<const N: usize>(&mut self) -> PickleResult<[u8; N]> {
         let (taken, rest) = self.bytes.split_first_chunk().ok_or("the pickle ends early")?;
         self.bytes = rest;
         Ok(*taken)
     }
 
-    fn byte(&mut self) -> Result<u8> {
+    fn byte(&mut self) -> PickleResult<u8> {
         let [byte] = self.array()?;
         Ok(byte)
     }
 
-    fn line(&mut self) -> Result<String> {
+    fn line(&mut self) -> PickleResult<String> {
         let len = self.bytes.iter().position(|&byte| byte == b'\n').ok_or("the pickle ends early")?;
         if len > MAX_NAME {
             return Err(format!("a name of {len} bytes, expected at most {MAX_NAME}"));

@@ -17,7 +17,7 @@ use zip::read::ZipFile;
 use zip::{CompressionMethod, ZipArchive};
 
 use super::pickle::{Id, MAX_NAME, Object, Pickle};
-use super::stored::{Entry, StoredTensor, span};
+use super::stored::{StoredEntry, TensorLocation, span};
 use candle_attention_modules::base::is_addressable;
 
 /// The largest number of bytes of all names and of the descriptions of unreadable tensors: several times the number of
@@ -29,9 +29,9 @@ const MAX_RANK: usize = 16;
 const MAX_WRAPPERS: usize = 16;
 
 /// The contents of a file.
-pub(super) struct Contents {
+pub(super) struct PthContents {
     /// The tensors by name. The names of a nested dict are `key.name`.
-    pub entries: BTreeMap<String, Entry>,
+    pub entries: BTreeMap<String, StoredEntry>,
     /// `n_head` of the `model_args` that nanoGPT saves with its state dict.
     pub n_head: Option<i64>,
 }
@@ -40,7 +40,7 @@ pub(super) struct Contents {
 ///
 /// # Errors
 /// For a file that is no such archive, or whose tensors reach beyond their storages.
-pub(super) fn contents(path: &Path) -> Result<Contents> {
+pub(super) fn contents(path: &Path) -> Result<PthContents> {
     let file = File::open(path)?;
     let file_len = file.metadata()?.len();
     let mut archive = ZipArchive::new(BufReader::new(file)).map_err(Error::msg)?;
@@ -61,12 +61,12 @@ pub(super) fn contents(path: &Path) -> Result<Contents> {
     let pickle = bytes_of(&mut archive, &format!("{root}data.pkl"))?;
     let pickle = Pickle::read(&pickle).map_err(|problem| Error::msg(format!("data.pkl: {problem}")))?;
     let mut reader = Reader { path: path.into(), archive, file_len, root, pickle, storages: HashMap::new() };
-    Ok(Contents { entries: reader.state_dict()?, n_head: reader.n_head() })
+    Ok(PthContents { entries: reader.state_dict()?, n_head: reader.n_head() })
 }
 
 /// The bytes of a storage in the file.
 #[derive(Debug, Clone, Copy)]
-struct Storage {
+struct PthStorage {
     start: u64,
     len: usize,
 }
@@ -79,7 +79,7 @@ struct Reader {
     root: String,
     pickle: Pickle,
     /// The storages that were found, which tensors often share.
-    storages: HashMap<String, Storage>,
+    storages: HashMap<String, PthStorage>,
 }
 
 impl Reader {
@@ -94,7 +94,7 @@ impl Reader {
         value(value(pickle.top, "model_args")?, "n_head").and_then(|n_head| pickle.int(n_head))
     }
 
-    fn state_dict(&mut self) -> Result<BTreeMap<String, Entry>> {
+    fn state_dict(&mut self) -> Result<BTreeMap<String, StoredEntry>> {
         if !matches!(self.pickle.get(self.pickle.top), Object::Dict(_)) {
             bail!("{} was saved, expected a state dict (`module.state_dict()`)", self.describe(self.pickle.top))
         }
@@ -123,7 +123,7 @@ impl Reader {
                     Object::Dict(_) if seen.insert(value) => open.push((format!("{name}."), value)),
                     Object::Call { function, arguments } => {
                         let entry = self.entry(&name, *function, *arguments)?;
-                        if let Entry::Unreadable { problem, .. } = &entry {
+                        if let StoredEntry::Unreadable { problem, .. } = &entry {
                             names_len += problem.len();
                         }
                         if tensors.insert(name.clone(), entry).is_some() {
@@ -138,7 +138,7 @@ impl Reader {
     }
 
     /// Reads the tensor that a call makes, through the calls of parameters and subclasses around it.
-    fn entry(&mut self, name: &str, mut function: Id, mut arguments: Id) -> Result<Entry> {
+    fn entry(&mut self, name: &str, mut function: Id, mut arguments: Id) -> Result<StoredEntry> {
         for _ in 0..=MAX_WRAPPERS {
             if self.pickle.global(function) == Some("torch._utils._rebuild_tensor_v2") {
                 return self.tensor(name, arguments);
@@ -168,7 +168,7 @@ impl Reader {
 
     /// Reads the arguments of `_rebuild_tensor_v2`: storage, offset, shape, strides, and others that do not change
     /// values.
-    fn tensor(&mut self, name: &str, arguments: Id) -> Result<Entry> {
+    fn tensor(&mut self, name: &str, arguments: Id) -> Result<StoredEntry> {
         let malformed = || Error::msg(format!("the tensor {name} is not described as torch.save does"));
         let &[storage_id, offset, shape, strides, ..] = self.pickle.tuple(arguments).unwrap_or_default() else {
             return Err(malformed());
@@ -202,7 +202,7 @@ impl Reader {
         let strides = (!Shape::from(shape.as_slice()).is_contiguous(&strides)).then_some(strides);
         let start = storage.start.saturating_add((offset as u64).saturating_mul(element as u64));
         let file = self.path.clone();
-        Ok(Entry::Stored(StoredTensor { file, dtype, shape, strides, start, storage_len, is_one_more: false }))
+        Ok(StoredEntry::Stored(TensorLocation { file, dtype, shape, strides, start, storage_len, is_one_more: false }))
     }
 
     /// Returns the class of a storage, which tells its dtype, and its name in the archive.
@@ -224,12 +224,12 @@ impl Reader {
         ids.iter().map(|&size| self.size(size)).collect()
     }
 
-    fn unreadable(&self, name: &str, kind: &str) -> Entry {
+    fn unreadable(&self, name: &str, kind: &str) -> StoredEntry {
         let problem = format!("{} has {name} as {kind}, which cannot be read", self.path.display());
-        Entry::Unreadable { dtype: None, shape: None, problem, raw: None }
+        StoredEntry::Unreadable { dtype: None, shape: None, problem, raw: None }
     }
 
-    fn storage(&mut self, key: &str) -> Result<Storage> {
+    fn storage(&mut self, key: &str) -> Result<PthStorage> {
         if let Some(storage) = self.storages.get(key) {
             return Ok(*storage);
         }
@@ -241,7 +241,7 @@ impl Reader {
         else {
             bail!("{name} has {} bytes, which the file does not have", file.size())
         };
-        let storage = Storage { start, len };
+        let storage = PthStorage { start, len };
         self.storages.insert(key.to_string(), storage);
         Ok(storage)
     }

@@ -13,14 +13,14 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
 
 use super::raw::RawTensor;
-use super::stored::{Entry, StoredTensor};
+use super::stored::{StoredEntry, TensorLocation};
 use candle_attention_modules::base::is_addressable;
 
 /// The largest header that the format allows.
 const MAX_HEADER: u64 = 100_000_000;
 
 #[derive(Deserialize)]
-struct Header {
+struct SafetensorsHeader {
     #[serde(rename = "__metadata__")]
     metadata: Option<HashMap<String, String>>,
     #[serde(flatten)]
@@ -29,7 +29,7 @@ struct Header {
 
 /// The tensors of a safetensors file, and what its header says of all of them.
 pub(super) struct Contents {
-    pub entries: BTreeMap<String, Entry>,
+    pub entries: BTreeMap<String, StoredEntry>,
     /// Whether MLX wrote the file.
     pub is_of_mlx: bool,
     /// The texts of the header. torchao has one for each weight.
@@ -55,7 +55,8 @@ pub(super) fn contents(path: &Path) -> Result<Contents> {
     };
     let mut text = Vec::new();
     file.take(len).read_to_end(&mut text)?;
-    let header: Header = serde_json::from_slice(&text).map_err(SafeTensorError::InvalidHeaderDeserialization)?;
+    let header: SafetensorsHeader =
+        serde_json::from_slice(&text).map_err(SafeTensorError::InvalidHeaderDeserialization)?;
     let metadata = header.metadata.unwrap_or_default();
     let is_of_mlx = metadata.get("format").is_some_and(|format| format == "mlx");
     let mut tensors: Vec<_> = header.tensors.into_iter().collect();
@@ -73,7 +74,7 @@ pub(super) fn contents(path: &Path) -> Result<Contents> {
             bail!("{name} has shape {shape:?}, which is too large to address")
         }
         let entry = match DType::try_from(dtype) {
-            Ok(DType::F4 | DType::F6E2M3 | DType::F6E3M2 | DType::F8E8M0) | Err(_) => Entry::Unreadable {
+            Ok(DType::F4 | DType::F6E2M3 | DType::F6E3M2 | DType::F8E8M0) | Err(_) => StoredEntry::Unreadable {
                 dtype: Some(format!("{dtype:?}")),
                 shape: Some(shape.clone()),
                 problem: format!("unsupported safetensors dtype {dtype:?}"),
@@ -85,7 +86,7 @@ pub(super) fn contents(path: &Path) -> Result<Contents> {
                     len: data_offsets.1 - data_offsets.0,
                 }),
             },
-            Ok(dtype) => Entry::Stored(StoredTensor {
+            Ok(dtype) => StoredEntry::Stored(TensorLocation {
                 file: shared_path.clone(),
                 dtype,
                 storage_len: shape.iter().product(),

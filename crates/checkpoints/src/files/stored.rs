@@ -17,9 +17,9 @@ const CHUNK: usize = 1 << 20;
 
 /// A tensor that a file lists.
 #[derive(Debug, Clone)]
-pub(super) enum Entry {
+pub(super) enum StoredEntry {
     /// A tensor that can be read.
-    Stored(StoredTensor),
+    Stored(TensorLocation),
     /// A tensor of a dtype or layout that Candle does not have. Reading it is an error.
     Unreadable {
         /// The dtype, if Candle does not have it.
@@ -35,11 +35,11 @@ pub(super) enum Entry {
     Quantized {
         weight: QuantizedEntry,
         /// The tensor `weight` without its scales, if it has floats of 8 bits that Candle has too.
-        unscaled: Option<StoredTensor>,
+        unscaled: Option<TensorLocation>,
     },
 }
 
-impl Entry {
+impl StoredEntry {
     /// Returns the shape, if it is known.
     pub(super) fn shape(&self) -> Option<&[usize]> {
         match self {
@@ -85,7 +85,7 @@ impl Entry {
     }
 
     /// Returns a tensor of floats of 8 bits that Candle has too (E4M3).
-    pub(super) fn into_float8(self) -> Option<StoredTensor> {
+    pub(super) fn into_float8(self) -> Option<TensorLocation> {
         match self {
             Self::Stored(stored) if stored.dtype == DType::F8E4M3 => Some(stored),
             _ => None,
@@ -95,7 +95,7 @@ impl Entry {
 
 /// A tensor that can be read: its location in a file.
 #[derive(Debug, Clone)]
-pub(super) struct StoredTensor {
+pub(super) struct TensorLocation {
     pub file: Arc<Path>,
     pub dtype: DType,
     pub shape: Vec<usize>,
@@ -109,7 +109,7 @@ pub(super) struct StoredTensor {
     pub is_one_more: bool,
 }
 
-impl StoredTensor {
+impl TensorLocation {
     /// Reads the tensor as `dtype` on `device`, from the file or from `mapped`.
     ///
     /// Elements are converted a chunk at a time, so that reading needs little more memory than the result.

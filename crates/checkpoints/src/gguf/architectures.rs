@@ -7,7 +7,7 @@ use serde_json::json;
 use super::decoders::{self, rope_by_kind};
 use super::file::of_part;
 use super::hybrid;
-use super::metadata::{Architecture, Fields, FullLayer, Metadata, shown};
+use super::metadata::{Architecture, ConfigFields, FullLayer, Metadata, shown};
 use super::refused::REFUSED;
 use super::t5::t5;
 use candle_attention_modules::base::did_you_mean;
@@ -51,7 +51,7 @@ impl Architecture {
         Self { window_pattern: Some(full_layer), ..self }
     }
 
-    const fn adjust(self, adjust: fn(&Metadata, &mut Fields) -> Result<()>) -> Self {
+    const fn adjust(self, adjust: fn(&Metadata, &mut ConfigFields) -> Result<()>) -> Self {
         Self { adjust, ..self }
     }
 }
@@ -207,14 +207,14 @@ pub(super) fn metadata_of(content: &Content) -> Result<Metadata<'_>> {
 }
 
 /// Sets the sizes of Qwen3.5, and the pairs of each axis of its positions.
-fn qwen3_5(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+fn qwen3_5(metadata: &Metadata, fields: &mut ConfigFields) -> Result<()> {
     hybrid::qwen3_next(metadata, fields)?;
     decoders::on_axes(metadata, fields)
 }
 
 /// Sets the scale of Gemma's scores. The largest model of a family, which is recognised by its number of layers, scales
 /// scores by the width `embed_dim / num_heads`, the other models by the width of their heads.
-fn gemma_scale(metadata: &Metadata, fields: &mut Fields, layers_of_largest: usize) -> Result<()> {
+fn gemma_scale(metadata: &Metadata, fields: &mut ConfigFields, layers_of_largest: usize) -> Result<()> {
     let largest = metadata.required("block_count")? == layers_of_largest;
     let follows = metadata.required("embedding_length")?.checked_div(metadata.required("attention.head_count")?);
     let head_dim = metadata.size("attention.key_length")?.filter(|_| !largest).or(follows);

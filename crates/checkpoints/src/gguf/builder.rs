@@ -19,15 +19,15 @@ pub fn var_builder<R: Read + Seek + Send + 'static>(
     dtype: DType,
     device: &Device,
 ) -> VarBuilder<'static> {
-    VarBuilder::from_backend(Box::new(Tensors { content, reader: reader.into() }), dtype, device.clone())
+    VarBuilder::from_backend(Box::new(GgufTensors { content, reader: reader.into() }), dtype, device.clone())
 }
 
-struct Tensors<R> {
+struct GgufTensors<R> {
     content: Arc<Content>,
     reader: Mutex<R>,
 }
 
-impl<R: Read + Seek + Send> SimpleBackend for Tensors<R> {
+impl<R: Read + Seek + Send> SimpleBackend for GgufTensors<R> {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         match tensor_info(&self.content, name) {
             Some(info) if info.dims != shape.dims() => {

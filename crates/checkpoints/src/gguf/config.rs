@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::header::has_tensor;
 use super::metadata::{
-    ATTENTION_FACTOR, DEFAULT_BASE, Fields, Metadata, is_set, kinds_by_window, set_key_heads, shown, whole,
+    ATTENTION_FACTOR, ConfigFields, DEFAULT_BASE, Metadata, is_set, kinds_by_window, set_key_heads, shown, whole,
 };
 
 /// The tensor that divides rotary frequencies in calls of any length.
@@ -26,7 +26,7 @@ const WINDOW_PATTERN: &str = "attention.sliding_window_pattern";
 impl Metadata<'_> {
     /// Returns the fields of the model's `config.json` that the metadata tell.
     pub fn config(&self) -> Result<serde_json::Value> {
-        let mut fields = Fields::new();
+        let mut fields = ConfigFields::new();
         self.add_sizes(&mut fields)?;
         self.add_numbers(&mut fields)?;
         self.add_windows(&mut fields)?;
@@ -49,7 +49,7 @@ impl Metadata<'_> {
         Ok(fields.into())
     }
 
-    fn add_sizes(&self, fields: &mut Fields) -> Result<()> {
+    fn add_sizes(&self, fields: &mut ConfigFields) -> Result<()> {
         let num_heads = self.query_heads()?;
         set_key_heads(fields, self.key_heads()?.unwrap_or(num_heads));
         let mut set = |name: &str, value: serde_json::Value| {
@@ -87,7 +87,7 @@ impl Metadata<'_> {
         Ok(())
     }
 
-    fn add_numbers(&self, fields: &mut Fields) -> Result<()> {
+    fn add_numbers(&self, fields: &mut ConfigFields) -> Result<()> {
         let numbers = [
             ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
             ("layer_norm_eps", "attention.layer_norm_epsilon"),
@@ -109,7 +109,7 @@ impl Metadata<'_> {
         Ok(())
     }
 
-    fn add_windows(&self, fields: &mut Fields) -> Result<()> {
+    fn add_windows(&self, fields: &mut ConfigFields) -> Result<()> {
         if let Some(window) = self.size("attention.sliding_window")? {
             fields.insert("sliding_window".into(), json!(Some(window).filter(|&window| window > 0)));
         }

@@ -82,18 +82,18 @@ impl<R: Read + Seek> File<'_, R> {
     }
 
     /// Reads `name.weight` (out, in), and `name.bias` (out,) if `has_bias` is true.
-    pub fn weight(&mut self, name: &str, shape: ProjectionShape, has_bias: bool) -> Result<Weight> {
+    pub fn weight(&mut self, name: &str, shape: ProjectionShape, has_bias: bool) -> Result<FileWeight> {
         let weight = self.shaped(&format!("{name}.weight"), &[shape.outputs, shape.inputs])?;
         let mut bias = None;
         if has_bias {
             bias = Some(self.numbers(&format!("{name}.bias"), &[shape.outputs])?);
         }
-        Ok(Weight { weight, bias, device: self.device.clone() })
+        Ok(FileWeight { weight, bias, device: self.device.clone() })
     }
 
     /// Reads the linear layer of one expert of `name.weight` (experts, out, in), and its bias if the file has
     /// `name.bias` (experts, out).
-    pub fn expert(&mut self, name: &str, expert: usize) -> Result<Weight> {
+    pub fn expert(&mut self, name: &str, expert: usize) -> Result<FileWeight> {
         let weight = self.slice(&format!("{name}.weight"), expert)?;
         let mut bias = None;
         if self.has(&format!("{name}.bias")) {
@@ -107,11 +107,11 @@ impl<R: Read + Seek> File<'_, R> {
                 ),
             }
         }
-        Ok(Weight { weight, bias, device: self.device.clone() })
+        Ok(FileWeight { weight, bias, device: self.device.clone() })
     }
 
     /// Reads a linear layer of any shape, and its bias if the file has one.
-    pub fn linear(&mut self, name: &str) -> Result<Weight> {
+    pub fn linear(&mut self, name: &str) -> Result<FileWeight> {
         let weight = format!("{name}.weight");
         let has_bias = self.has(&format!("{name}.bias"));
         let Some(info) = self.info(&weight) else { bail!("[gguf] {weight} is missing{}", of_part(self.content)) };
@@ -189,13 +189,13 @@ pub enum LinearShard {
 }
 
 /// A weight (out, in) in the type of the file, and its bias (out,) in f32.
-pub(super) struct Weight {
+pub(super) struct FileWeight {
     pub weight: StoredTensor,
     pub bias: Option<Tensor>,
     pub device: Device,
 }
 
-impl Weight {
+impl FileWeight {
     /// Returns a shard of the weight. Errors have the name `name`.
     pub fn part(&self, name: &str, part: &LinearShard) -> Result<Self> {
         match part {
@@ -262,7 +262,7 @@ impl Weight {
 
 /// A weight with the rows of one or more projections of one input.
 pub(super) struct FusedWeight {
-    pub weight: Weight,
+    pub weight: FileWeight,
     /// The projections, in the order of the rows.
     pub outputs: Vec<Outputs>,
 }
@@ -287,7 +287,7 @@ impl FusedWeight {
         for run in runs {
             let outputs = run.iter().flat_map(|fused| fused.outputs.iter().copied()).collect();
             let mut weights: Vec<_> = run.into_iter().map(|fused| fused.weight).collect();
-            let weight = if weights.len() == 1 { weights.remove(0) } else { Weight::concat(&weights)? };
+            let weight = if weights.len() == 1 { weights.remove(0) } else { FileWeight::concat(&weights)? };
             projections.extend(Self { weight, outputs }.pack()?);
         }
         Ok(projections)
@@ -309,8 +309,8 @@ mod tests {
             let kind = GgmlType::find(GgmlType::number_of(dtype)).expect("a type that is read");
             let data = QTensor::quantize(&whole, dtype)?.data()?.into_owned();
             let stored = StoredTensor { kind, dims: vec![6, 512], data };
-            let weight = Weight { weight: stored, bias: Some(bias.clone()), device: Device::Cpu };
-            let numbers = |any: &Weight| any.weight.dequantize(&Device::Cpu);
+            let weight = FileWeight { weight: stored, bias: Some(bias.clone()), device: Device::Cpu };
+            let numbers = |any: &FileWeight| any.weight.dequantize(&Device::Cpu);
             let same = |got: &Tensor, expected: &Tensor| -> Result<()> {
                 assert_eq!(got.dims(), expected.dims());
                 assert_eq!((got - expected)?.abs()?.sum_all()?.to_scalar::<f32>()?, 0.0, "{dtype:?}");

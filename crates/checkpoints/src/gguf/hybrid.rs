@@ -3,13 +3,13 @@
 use candle_core::Result;
 use serde_json::{Value, json};
 
-use super::metadata::{Fields, Metadata, set_key_heads};
+use super::metadata::{ConfigFields, Metadata, set_key_heads};
 
 /// 0.1 times the factor by which YaRN corrects the scale of the scores.
 pub(super) const YARN_LOG_MULTIPLIER: &str = "rope.scaling.yarn_log_multiplier";
 
 /// Sets the kinds of layers by their key heads: softmax attention, or a recurrence of this kind.
-pub(super) fn kinds_by_key_heads(metadata: &Metadata, fields: &mut Fields, recurrence: &str) -> Result<()> {
+pub(super) fn kinds_by_key_heads(metadata: &Metadata, fields: &mut ConfigFields, recurrence: &str) -> Result<()> {
     let kinds: Vec<_> =
         metadata.has_key_heads()?.into_iter().map(|has| if has { "attention" } else { recurrence }).collect();
     fields.insert("layer_types".into(), json!(kinds));
@@ -17,7 +17,7 @@ pub(super) fn kinds_by_key_heads(metadata: &Metadata, fields: &mut Fields, recur
 }
 
 /// Sets the first layer with softmax attention and the number of layers from one to the next, which Jamba's fields are.
-pub(super) fn jamba(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+pub(super) fn jamba(metadata: &Metadata, fields: &mut ConfigFields) -> Result<()> {
     let has_heads = metadata.has_key_heads()?;
     let with_heads: Vec<_> = (0..has_heads.len()).filter(|&layer| has_heads[layer]).collect();
     let offset = with_heads.first().copied().unwrap_or(0);
@@ -34,7 +34,7 @@ pub(super) fn jamba(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
 }
 
 /// Sets the kinds of layers of Nemotron H, among which are layers of feed-forward networks alone.
-pub(super) fn nemotron_h(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+pub(super) fn nemotron_h(metadata: &Metadata, fields: &mut ConfigFields) -> Result<()> {
     kinds_by_key_heads(metadata, fields, "mamba")?;
     if let Some(kinds) = fields.remove("layer_types") {
         fields.insert("layers_block_type".into(), kinds);
@@ -44,7 +44,7 @@ pub(super) fn nemotron_h(metadata: &Metadata, fields: &mut Fields) -> Result<()>
 
 /// Sets the kinds of layers of Granite 4, whose attention has no positions. Files of Bamba, which has some, are
 /// refused.
-pub(super) fn granite_hybrid(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+pub(super) fn granite_hybrid(metadata: &Metadata, fields: &mut ConfigFields) -> Result<()> {
     const ROTATES: &str = "rope.scaling.finetuned";
     kinds_by_key_heads(metadata, fields, "mamba")?;
     match (metadata.flag(ROTATES)?, metadata.get(ROTATES)) {
@@ -57,7 +57,7 @@ pub(super) fn granite_hybrid(metadata: &Metadata, fields: &mut Fields) -> Result
 }
 
 /// Sets the sizes of linear attention of Qwen3-Next and Qwen3.5, and the layers that have it.
-pub(super) fn qwen3_next(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+pub(super) fn qwen3_next(metadata: &Metadata, fields: &mut ConfigFields) -> Result<()> {
     let value_heads = metadata.required("ssm.time_step_rank")?;
     let width = metadata.required("ssm.inner_size")?;
     if !width.is_multiple_of(value_heads) {
@@ -91,7 +91,7 @@ pub(super) fn qwen3_next(metadata: &Metadata, fields: &mut Fields) -> Result<()>
 }
 
 /// Sets the sizes of Kimi Linear: of latent attention, which has no positions, and of linear attention.
-pub(super) fn kimi_linear(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+pub(super) fn kimi_linear(metadata: &Metadata, fields: &mut ConfigFields) -> Result<()> {
     let has_heads = metadata.has_key_heads()?;
     let full: Vec<_> = (1..=has_heads.len()).filter(|number| has_heads[number - 1]).collect();
     let linear: Vec<_> = (1..=has_heads.len()).filter(|number| !has_heads[number - 1]).collect();
@@ -109,7 +109,7 @@ pub(super) fn kimi_linear(metadata: &Metadata, fields: &mut Fields) -> Result<()
 
 /// Sets the sizes of latent attention. The number of key heads and the width of heads in the metadata belong to the
 /// form in which queries absorb the projection to keys.
-pub(super) fn latent(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+pub(super) fn latent(metadata: &Metadata, fields: &mut ConfigFields) -> Result<()> {
     let rotated = metadata.required("rope.dimension_count")?;
     let key_width = match metadata.count("attention.key_length_mla")? {
         Some(width) => width,
@@ -134,7 +134,7 @@ pub(super) fn latent(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
 
 /// Sets the factors by which YaRN corrects the scale of the scores, from the number in the metadata. Configs have two,
 /// which are equal.
-pub(super) fn scale_yarn(metadata: &Metadata, fields: &mut Fields, factor: impl Fn(f64) -> f64) -> Result<()> {
+pub(super) fn scale_yarn(metadata: &Metadata, fields: &mut ConfigFields, factor: impl Fn(f64) -> f64) -> Result<()> {
     if let Some(multiplier) = metadata.number(YARN_LOG_MULTIPLIER)?.filter(|&multiplier| multiplier != 0.0) {
         for name in ["mscale", "mscale_all_dim"] {
             fields["rope_parameters"][name] = json!(factor(multiplier));
@@ -144,7 +144,7 @@ pub(super) fn scale_yarn(metadata: &Metadata, fields: &mut Fields, factor: impl 
 }
 
 /// Sets the family of a file of latent attention by the function that chooses experts: V3 has sigmoids.
-pub(super) fn deepseek2(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+pub(super) fn deepseek2(metadata: &Metadata, fields: &mut ConfigFields) -> Result<()> {
     const SOFTMAX: usize = 1;
     if metadata.size("expert_gating_func")? == Some(SOFTMAX) {
         fields.insert("model_type".into(), json!("deepseek_v2"));

@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use serde_json::Value;
 
-use super::file::{File, Weight};
+use super::file::{File, FileWeight};
 use super::layer::{LayerNames, Place};
 use super::metadata::Metadata;
 use crate::hf;
@@ -77,7 +77,7 @@ impl<'a, 'f, R: Read + Seek> LatentWeights<'a, 'f, R> {
     }
 
     /// Reads a weight. Latent attention has no biases in llama.cpp.
-    fn weight(&mut self, part: &str, outputs: usize, inputs: usize) -> Result<Weight> {
+    fn weight(&mut self, part: &str, outputs: usize, inputs: usize) -> Result<FileWeight> {
         let name = self.names.name(part);
         if self.file.has(&format!("{name}.bias")) {
             bail!("[gguf] {name}.bias is in the file, expected latent attention without biases")

@@ -7,7 +7,7 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
-use super::file::{File, FusedWeight, LinearShard, Weight};
+use super::file::{File, FileWeight, FusedWeight, LinearShard};
 use candle_attention_core::internal::{ProjectionShape, projection_shape};
 use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig};
 use candle_attention_modules::base::{HeadCounts, HeadShard, Heads};
@@ -69,7 +69,7 @@ pub(super) struct LayerWeights<'a, 'f, R> {
 }
 
 /// A projection of the layer's input.
-struct Input {
+struct InputProjection {
     projection: Projection,
     /// The shape of the whole projection.
     shape: ProjectionShape,
@@ -78,7 +78,7 @@ struct Input {
     own_rows: Range<usize>,
 }
 
-impl Input {
+impl InputProjection {
     /// Returns this rank's outputs.
     fn outputs(&self) -> (Projection, Outputs) {
         (self.projection, Outputs { count: self.own_rows.len(), has_bias: self.has_bias })
@@ -86,7 +86,7 @@ impl Input {
 }
 
 /// A tensor of the file with the rows of one or more projections.
-struct Stored {
+struct FileRows {
     name: &'static str,
     shape: ProjectionShape,
     has_bias: bool,
@@ -117,9 +117,9 @@ impl Rows {
     }
 }
 
-impl Stored {
+impl FileRows {
     /// Returns a tensor with the rows of one projection after the other.
-    fn new(name: &'static str, inputs: &[Input]) -> Self {
+    fn new(name: &'static str, inputs: &[InputProjection]) -> Self {
         let mut rows = 0;
         let mut own_rows = Vec::new();
         for input in inputs {
@@ -131,12 +131,17 @@ impl Stored {
             shape: ProjectionShape { outputs: rows, inputs: inputs.first().map_or(0, |input| input.shape.inputs) },
             has_bias: inputs.iter().any(|input| input.has_bias),
             rows: Rows::ByProjection(own_rows),
-            outputs: inputs.iter().map(Input::outputs).collect(),
+            outputs: inputs.iter().map(InputProjection::outputs).collect(),
         }
     }
 
     /// Returns a tensor with, for each head, the rows of its queries and then the rows of its gate.
-    fn queries_with_gate(name: &'static str, query: &Input, gate: &Input, num_heads: usize) -> Self {
+    fn queries_with_gate(
+        name: &'static str,
+        query: &InputProjection,
+        gate: &InputProjection,
+        num_heads: usize,
+    ) -> Self {
         let width = query.shape.outputs / num_heads;
         let gate_width = gate.shape.outputs / num_heads;
         let heads = query.own_rows.start / width..query.own_rows.end / width;
@@ -185,28 +190,28 @@ impl<R: Read + Seek> LayerWeights<'_, '_, R> {
     }
 
     /// Returns a projection; none if the config does not have it.
-    fn input(&self, projection: Projection, heads: Heads, has_bias: bool) -> Option<Input> {
+    fn input(&self, projection: Projection, heads: Heads, has_bias: bool) -> Option<InputProjection> {
         let shape = projection_shape(self.cfg, projection);
         let own_rows = self.own_range(heads, shape.outputs);
-        (shape.outputs > 0).then_some(Input { projection, shape, has_bias, own_rows })
+        (shape.outputs > 0).then_some(InputProjection { projection, shape, has_bias, own_rows })
     }
 
     /// Returns the tensors of queries, of the gate if there is one, of keys and of values, in this order.
-    fn stored(&self) -> Vec<Stored> {
+    fn stored(&self) -> Vec<FileRows> {
         let gate_layout = self.cfg.output_gate().map(|gate| gate.layout);
         let has_gate_bias = gate_layout == Some(GateLayout::Separate { bias: true });
         let query = self.input(Projection::Query, Heads::Query, self.cfg.q_bias());
         let gate = self.input(Projection::Gate, Heads::Query, has_gate_bias);
         let key = self.input(Projection::Key, Heads::Key, self.cfg.k_bias());
         let value = self.input(Projection::Value, Heads::Key, self.cfg.v_bias());
-        let one = |name, input: Option<Input>| input.map(|input| Stored::new(name, &[input]));
+        let one = |name, input: Option<InputProjection>| input.map(|input| FileRows::new(name, &[input]));
         if self.file.has(&self.names.name("qkv.weight")) {
             let inputs: Vec<_> = [query, key, value].into_iter().flatten().collect();
-            return [Some(Stored::new("qkv", &inputs)), one("gate", gate)].into_iter().flatten().collect();
+            return [Some(FileRows::new("qkv", &inputs)), one("gate", gate)].into_iter().flatten().collect();
         }
         let queries = match (query, gate) {
             (Some(query), Some(gate)) if gate_layout == Some(GateLayout::FusedWithQuery) => {
-                [Some(Stored::queries_with_gate("q", &query, &gate, self.cfg.num_heads())), None]
+                [Some(FileRows::queries_with_gate("q", &query, &gate, self.cfg.num_heads())), None]
             }
             (query, gate) => [one("q", query), one("gate", gate)],
         };
@@ -236,7 +241,7 @@ impl<R: Read + Seek> LayerWeights<'_, '_, R> {
     }
 
     /// Reads this rank's inputs of the output projection.
-    fn output(&mut self) -> Result<Weight> {
+    fn output(&mut self) -> Result<FileWeight> {
         let name = self.names.output();
         let shape = projection_shape(self.cfg, Projection::Output);
         let whole = self.file.weight(&name, shape, self.cfg.out_bias())?;

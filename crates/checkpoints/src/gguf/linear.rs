@@ -8,7 +8,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use serde_json::Value;
 
-use super::file::{File, FusedWeight, LinearShard, Weight};
+use super::file::{File, FileWeight, FusedWeight, LinearShard};
 use super::metadata::Metadata;
 use crate::hf;
 use candle_attention_core::internal::ProjectionShape;
@@ -76,7 +76,7 @@ impl<'a, 'f, R: Read + Seek> DeltaNetWeights<'a, 'f, R> {
         format!("blk.{}.{part}", self.layer)
     }
 
-    fn weight(&mut self, part: &str, outputs: usize, inputs: usize) -> Result<Weight> {
+    fn weight(&mut self, part: &str, outputs: usize, inputs: usize) -> Result<FileWeight> {
         self.file.weight(&self.name(part), ProjectionShape { outputs, inputs }, false)
     }
 
@@ -154,13 +154,13 @@ impl<'a, 'f, R: Read + Seek> DeltaNetWeights<'a, 'f, R> {
     }
 
     /// Returns rows of a weight in this order.
-    fn rows(&self, part: &str, whole: &Weight, rows: Vec<Range<usize>>) -> Result<Weight> {
+    fn rows(&self, part: &str, whole: &FileWeight, rows: Vec<Range<usize>>) -> Result<FileWeight> {
         whole.part(&self.name(part), &LinearShard::Outputs(rows))
     }
 
     /// Returns the rows of projections one after the other. The weight has, for each key head, its rows of the first
     /// projection, then its rows of the next.
-    fn by_key_head(&self, part: &str, whole: &Weight, sizes: &[usize]) -> Result<Weight> {
+    fn by_key_head(&self, part: &str, whole: &FileWeight, sizes: &[usize]) -> Result<FileWeight> {
         let key_heads = self.cfg.num_key_heads();
         let group = sizes.iter().sum::<usize>() / key_heads;
         let mut rows = Vec::new();
@@ -212,6 +212,6 @@ impl<'a, 'f, R: Read + Seek> DeltaNetWeights<'a, 'f, R> {
 }
 
 /// Returns a weight with the rows of projections of these sizes.
-fn fused(weight: Weight, sizes: &[usize]) -> FusedWeight {
+fn fused(weight: FileWeight, sizes: &[usize]) -> FusedWeight {
     FusedWeight { weight, outputs: sizes.iter().map(|&count| Outputs { count, has_bias: false }).collect() }
 }

@@ -25,7 +25,7 @@ pub(super) struct Architecture {
     /// Which layers have a window where `attention.sliding_window_pattern` is one number.
     pub window_pattern: Option<FullLayer>,
     /// Sets the fields that this architecture alone has.
-    pub adjust: fn(&Metadata, &mut Fields) -> Result<()>,
+    pub adjust: fn(&Metadata, &mut ConfigFields) -> Result<()>,
 }
 
 /// The position of the layer without a window in each group of layers.
@@ -56,7 +56,7 @@ pub(super) fn kinds_by_window(has_window: impl IntoIterator<Item = bool>) -> ser
 }
 
 /// Sets a number of key heads, which has several names in configs.
-pub(super) fn set_key_heads(fields: &mut Fields, heads: usize) {
+pub(super) fn set_key_heads(fields: &mut ConfigFields, heads: usize) {
     for name in ["num_key_value_heads", "num_kv_heads"] {
         fields.insert(name.into(), heads.into());
     }
@@ -64,7 +64,7 @@ pub(super) fn set_key_heads(fields: &mut Fields, heads: usize) {
 }
 
 /// The fields of a `config.json`.
-pub(super) type Fields = Map<String, serde_json::Value>;
+pub(super) type ConfigFields = Map<String, serde_json::Value>;
 
 /// llama.cpp's base of rotary frequencies where the metadata has none.
 pub(super) const DEFAULT_BASE: f64 = 10_000.0;

@@ -42,13 +42,13 @@ pub struct GgufFile {
 /// missing, and for parts that do not belong together.
 pub fn open(path: impl AsRef<Path>) -> Result<GgufFile> {
     let path = path.as_ref();
-    let mut parts = vec![Part::open(path)?];
+    let mut parts = vec![FilePart::open(path)?];
     let first = &parts[0];
     let count = first.count(PARTS)?.unwrap_or(1);
     if count > 1 {
-        let names = Names::of(path, first.count(PART)?.unwrap_or(0), count)?;
+        let names = PartNames::of(path, first.count(PART)?.unwrap_or(0), count)?;
         for index in 1..count {
-            let part = Part::open(&names.part(index))?;
+            let part = FilePart::open(&names.part(index))?;
             part.check(index, count)?;
             parts.push(part);
         }
@@ -57,14 +57,14 @@ pub fn open(path: impl AsRef<Path>) -> Result<GgufFile> {
 }
 
 /// The names of the parts of a file.
-struct Names {
+struct PartNames {
     /// The folder, and the beginning of the name.
     folder: PathBuf,
     stem: String,
     count: usize,
 }
 
-impl Names {
+impl PartNames {
     /// Returns the names of the parts, from the path of the first.
     fn of(path: &Path, index: usize, count: usize) -> Result<Self> {
         let own = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -100,7 +100,7 @@ fn suffix(index: usize, count: usize) -> String {
 }
 
 /// One part of a file.
-struct Part {
+struct FilePart {
     path: PathBuf,
     content: Content,
     reader: File,
@@ -108,7 +108,7 @@ struct Part {
     size: u64,
 }
 
-impl Part {
+impl FilePart {
     fn open(path: &Path) -> Result<Self> {
         let named = |error: Error| {
             let text = root(&error).to_string();
@@ -147,7 +147,7 @@ impl Part {
 }
 
 /// Joins the parts of a file. The places of tensors become those in a reader of all parts.
-fn joined(parts: Vec<Part>) -> Result<GgufFile> {
+fn joined(parts: Vec<FilePart>) -> Result<GgufFile> {
     let is_split = parts.len() > 1;
     let total = parts[0].count(TENSORS)?;
     let mut content: Option<Content> = None;
@@ -162,7 +162,7 @@ fn joined(parts: Vec<Part>) -> Result<GgufFile> {
             }
             check_places(&part)?;
         }
-        let Part { path, content: own, reader: file, size } = part;
+        let FilePart { path, content: own, reader: file, size } = part;
         let placed = at(own, start);
         reader.parts.push(OpenPart { path: path.clone(), file, start, size });
         start += size;
@@ -206,7 +206,7 @@ fn joined(parts: Vec<Part>) -> Result<GgufFile> {
 }
 
 /// Checks that the tensors of a part end within it, since the reader of all parts would go on with the next one.
-fn check_places(part: &Part) -> Result<()> {
+fn check_places(part: &FilePart) -> Result<()> {
     for name in tensor_names(&part.content) {
         let Some(info) = TensorInfo::find(&part.content, name) else { continue };
         // A tensor of an unknown type has an unknown size, and is not read.

@@ -7,17 +7,17 @@ const INDEXED: &str = "an indexer chooses the keys";
 const NOT_COMPARED: &str = "no file of it was compared with llama.cpp yet";
 
 /// An architecture that is refused.
-pub(super) struct Refused {
+pub(super) struct RefusedArchitecture {
     pub name: &'static str,
     pub reason: &'static str,
 }
 
-const fn of(name: &'static str, reason: &'static str) -> Refused {
-    Refused { name, reason }
+const fn of(name: &'static str, reason: &'static str) -> RefusedArchitecture {
+    RefusedArchitecture { name, reason }
 }
 
 /// In alphabetical order.
-pub(super) const REFUSED: &[Refused] = &[
+pub(super) const REFUSED: &[RefusedArchitecture] = &[
     of("arctic", NO_MODEL),
     of("arwkv7", NO_ATTENTION),
     of("baichuan", NO_MODEL),

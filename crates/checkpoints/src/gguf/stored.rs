@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::quantized::{QStorage, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
 
-use candle_attention_modules::ggml::{GgmlType, Numbers};
+use candle_attention_modules::ggml::{GgmlNumbers, GgmlType};
 use candle_attention_modules::linear::PackedLinear;
 
 /// The blocks of a tensor. Each row, the numbers of its last dimension, consists of whole blocks.
@@ -49,7 +49,7 @@ impl StoredTensor {
     pub fn pack(self, bias: Option<&Tensor>, device: &Device) -> Result<PackedLinear> {
         if device.is_cuda() && self.kind.block > 1 && PackedLinear::multiplies_codes_on(device) {
             // The codes are put into the order of the kernels here, not copied to the device and back first.
-            if let Numbers::Codes(weight) = self.kind.read(&self.data, self.rows(), self.columns())? {
+            if let GgmlNumbers::Codes(weight) = self.kind.read(&self.data, self.rows(), self.columns())? {
                 return PackedLinear::from_quantized_on(&weight, bias, DType::F32, device);
             }
         }

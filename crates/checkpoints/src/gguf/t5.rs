@@ -10,12 +10,12 @@ use serde_json::json;
 use super::file::File;
 use super::header::has_tensor;
 use super::layer::{LayerNames, Place};
-use super::metadata::{Fields, Metadata};
+use super::metadata::{ConfigFields, Metadata};
 use candle_attention_core::{MultiHeadAttentionConfig, RelativeBias};
 use candle_attention_modules::base::HeadShard;
 
 /// Sets T5's names of sizes.
-pub(super) fn t5(metadata: &Metadata, fields: &mut Fields) -> Result<()> {
+pub(super) fn t5(metadata: &Metadata, fields: &mut ConfigFields) -> Result<()> {
     let layers = fields["num_hidden_layers"].clone();
     let decoder_layers = metadata.count("decoder_block_count")?;
     // llama.cpp looks for a relative bias in each layer, and then in the first.

@@ -147,7 +147,7 @@ impl<'a> Entry<'a> {
         match self.family.linear {
             Some(linear) if linear.is_in(fields)? => {
                 let Sizes { embed_dim, num_heads, .. } = self.family.default_sizes;
-                let cfg = linear.config(fields, linear::Sizes { embed_dim, num_heads })?;
+                let cfg = linear.config(fields, linear::LinearSizes { embed_dim, num_heads })?;
                 cfg.validate()?;
                 Ok(cfg)
             }

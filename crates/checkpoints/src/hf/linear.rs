@@ -14,7 +14,7 @@ pub(super) struct Linear {
     /// Returns whether a layer has linear attention, where `layer_types` does not say so.
     layers: fn(&Fields) -> Result<bool>,
     /// Returns the config of a layer.
-    config: fn(&Fields, Sizes) -> Result<Config>,
+    config: fn(&Fields, LinearSizes) -> Result<Config>,
     /// The names of the module. Their layout, that of softmax attention, is not used.
     pub names: ModuleNames,
     /// The layout of the weights.
@@ -23,7 +23,7 @@ pub(super) struct Linear {
 
 /// The sizes of a model from which the sizes of linear attention follow.
 #[derive(Clone, Copy)]
-pub(super) struct Sizes {
+pub(super) struct LinearSizes {
     /// The width of a layer's input.
     pub embed_dim: usize,
     /// The default of the number of heads of softmax attention.
@@ -61,9 +61,9 @@ impl Linear {
     }
 
     /// Returns the config of a layer, from the defaults of the model's sizes.
-    pub fn config(&self, fields: &Fields, defaults: Sizes) -> Result<Config> {
+    pub fn config(&self, fields: &Fields, defaults: LinearSizes) -> Result<Config> {
         fields.only("hidden_act", "silu")?;
-        (self.config)(fields, Sizes { embed_dim: fields.get_or(HIDDEN, defaults.embed_dim)?, ..defaults })
+        (self.config)(fields, LinearSizes { embed_dim: fields.get_or(HIDDEN, defaults.embed_dim)?, ..defaults })
     }
 }
 
@@ -85,7 +85,7 @@ fn bailing_layers(fields: &Fields) -> Result<bool> {
     Ok(!(fields.layer + 1).is_multiple_of(fields.get_or("layer_group_size", 6)?))
 }
 
-fn qwen(fields: &Fields, sizes: Sizes) -> Result<Config> {
+fn qwen(fields: &Fields, sizes: LinearSizes) -> Result<Config> {
     Ok(Config::new(sizes.embed_dim, fields.get_or("linear_num_value_heads", 32)?)
         .with_num_key_heads(fields.get_or("linear_num_key_heads", 16)?)
         .with_key_head_dim(fields.get_or("linear_key_head_dim", 128)?)
@@ -95,7 +95,7 @@ fn qwen(fields: &Fields, sizes: Sizes) -> Result<Config> {
 }
 
 /// Reads Qwen 4's `output_gate_type` too.
-fn qwen4(fields: &Fields, sizes: Sizes) -> Result<Config> {
+fn qwen4(fields: &Fields, sizes: LinearSizes) -> Result<Config> {
     let cfg = qwen(fields, sizes)?;
     match fields.optional::<&str>("output_gate_type")? {
         None | Some("silu") => Ok(cfg),
@@ -106,7 +106,7 @@ fn qwen4(fields: &Fields, sizes: Sizes) -> Result<Config> {
 
 /// Reads OLMo Hybrid's fields: sizes that follow from the sizes of softmax attention, and betas up to 2. The epsilon of
 /// its norm is fixed.
-fn olmo(fields: &Fields, Sizes { embed_dim, num_heads }: Sizes) -> Result<Config> {
+fn olmo(fields: &Fields, LinearSizes { embed_dim, num_heads }: LinearSizes) -> Result<Config> {
     let size = |name, default: usize| fields.optional(name).map(|size| size.unwrap_or(default));
     let heads = fields.get_or(HEADS, num_heads)?;
     let key_heads = size("linear_num_key_heads", heads)?;
@@ -139,7 +139,7 @@ fn by_channel(embed_dim: usize, sizes: &ByChannel, eps: f64) -> Config {
 }
 
 /// Reads Kimi Linear's sizes: from `linear_attn_config`, as published, or next to it, as transformers saves them.
-fn kimi(fields: &Fields, Sizes { embed_dim, num_heads }: Sizes) -> Result<Config> {
+fn kimi(fields: &Fields, LinearSizes { embed_dim, num_heads }: LinearSizes) -> Result<Config> {
     let section = fields.section("linear_attn_config")?;
     let size = |name, outer, default| section.get_or(name, fields.get_or(outer, default)?);
     let sizes = ByChannel {
@@ -152,7 +152,7 @@ fn kimi(fields: &Fields, Sizes { embed_dim, num_heads }: Sizes) -> Result<Config
 }
 
 /// Reads Kimi Linear's fields, and GLM 5's bound of decays.
-fn glm5(fields: &Fields, sizes: Sizes) -> Result<Config> {
+fn glm5(fields: &Fields, sizes: LinearSizes) -> Result<Config> {
     let section = fields.section("linear_attn_config")?;
     let bound = fields.nullable("linear_lower_bound", Some(-5.0))?;
     let bound = section.nullable("gate_lower_bound", bound)?;
@@ -162,7 +162,7 @@ fn glm5(fields: &Fields, sizes: Sizes) -> Result<Config> {
 }
 
 /// Reads Ling 3's fields: heads of `head_dim`, unless the config has `linear_head_dim` too, and a bound of decays.
-fn bailing(fields: &Fields, Sizes { embed_dim, num_heads }: Sizes) -> Result<Config> {
+fn bailing(fields: &Fields, LinearSizes { embed_dim, num_heads }: LinearSizes) -> Result<Config> {
     let size = |name, usual, default| fields.get_or(name, fields.get_or(usual, default)?);
     let sizes = ByChannel {
         head_dim: size(HEAD_DIM, "head_dim", 128)?,

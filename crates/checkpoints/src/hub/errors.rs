@@ -3,7 +3,7 @@
 use candle_core::Error;
 use hf_hub::HFError;
 
-use super::request::{Failure, watched};
+use super::request::{RequestFailure, watched};
 use super::server::Hub;
 use super::session::{Cached, Session};
 use super::text::{message, root, with_root};
@@ -42,7 +42,7 @@ impl Session<'_> {
     }
 
     /// Describes why a request failed.
-    pub(super) fn explain(&self, Hub { endpoint, .. }: &Hub, failure: &Failure) -> String {
+    pub(super) fn explain(&self, Hub { endpoint, .. }: &Hub, failure: &RequestFailure) -> String {
         let in_brackets = |text: Option<&str>| text.map(|text| format!(" ({text})")).unwrap_or_default();
         let id = &self.model.id;
         let folder = self.folder.display();
@@ -50,15 +50,15 @@ impl Session<'_> {
             format!("{what}, and it is not in the cache {folder}; check the network, the proxy and HF_ENDPOINT")
         };
         let error = match failure {
-            Failure::NoAnswer(waited) => return unreachable(format!("no answer from {endpoint} in {waited:?}")),
-            Failure::Stalled { bytes, waited } => {
+            RequestFailure::NoAnswer(waited) => return unreachable(format!("no answer from {endpoint} in {waited:?}")),
+            RequestFailure::Stalled { bytes, waited } => {
                 return format!(
                     "the download from {endpoint} stalled for {waited:?} after {bytes} bytes; try again \
                      (HF_HUB_DOWNLOAD_TIMEOUT sets the limit in seconds)"
                 );
             }
-            Failure::Broken(why) => return why.clone(),
-            Failure::Hub(error) => error,
+            RequestFailure::Broken(why) => return why.clone(),
+            RequestFailure::Hub(error) => error,
         };
         match error {
             HFError::AuthRequired { context } | HFError::Forbidden { context } => {

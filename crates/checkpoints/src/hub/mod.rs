@@ -61,7 +61,7 @@ use candle_core::{Error, Result};
 
 use crate::files::ShardIndex;
 use session::Session;
-use settings::Settings;
+use settings::HubSettings;
 use text::without_credentials;
 
 /// The names of weights, the preferred one first, and for an index the extension of its shards.
@@ -83,7 +83,7 @@ pub struct HubModel {
     revision: String,
     tensors: Option<String>,
     files: Vec<String>,
-    settings: Settings,
+    settings: HubSettings,
 }
 
 /// The files of a model, all in the cache and of one commit.
@@ -120,7 +120,7 @@ impl HubModel {
             revision: String::new(),
             tensors: None,
             files: Vec::new(),
-            settings: Settings::default(),
+            settings: HubSettings::default(),
         }
         .with_revision(revision)
     }

@@ -11,7 +11,7 @@ use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
 use hf_hub::{HFError, HFResult};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
 
-use super::settings::Settings;
+use super::settings::HubSettings;
 
 /// A transfer from xet storage reports whole pieces of up to 64 MiB only, so it may be silent this many times longer:
 /// five minutes by default, which is the limit that hf-xet itself sets on a silent connection.
@@ -40,7 +40,7 @@ pub(super) struct Events<T>(Sender<Message<T>>);
 
 /// The reason why a request failed.
 #[derive(Debug)]
-pub(super) enum Failure {
+pub(super) enum RequestFailure {
     /// An error of hf-hub.
     Hub(HFError),
     /// The server has not answered within this time.
@@ -53,7 +53,7 @@ pub(super) enum Failure {
 
 /// Runs `request` on its own thread and waits for its result while there is progress. Returns the result, and the size
 /// in bytes that the server announced, if a transfer began and the size was known.
-pub(super) fn watched<T, F>(file: &str, settings: &Settings, request: F) -> Result<(T, Option<u64>), Failure>
+pub(super) fn watched<T, F>(file: &str, settings: &HubSettings, request: F) -> Result<(T, Option<u64>), RequestFailure>
 where
     T: Send + 'static,
     F: FnOnce(Events<T>) -> HFResult<T> + Send + 'static,
@@ -64,7 +64,7 @@ where
         .name("hub-request".to_string())
         // After a timeout there is no receiver, and the result is dropped.
         .spawn(move || drop(sender.send(Message::Done(request(events)))))
-        .map_err(|e| Failure::Broken(format!("no thread could be started: {e}")))?;
+        .map_err(|e| RequestFailure::Broken(format!("no thread could be started: {e}")))?;
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden()).with_message(file.to_string());
     // A bar that is dropped before its end remains on the screen.
     let bar = bar.with_finish(ProgressFinish::Abandon);
@@ -97,17 +97,17 @@ where
                 }
             }
             Ok(Message::Done(result)) => {
-                let result = result.map_err(Failure::Hub)?;
+                let result = result.map_err(RequestFailure::Hub)?;
                 bar.finish();
                 return Ok((result, announced));
             }
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(Failure::Broken("the request ended without a result".into()));
+                return Err(RequestFailure::Broken("the request ended without a result".into()));
             }
             Err(RecvTimeoutError::Timeout) => {
                 return Err(match transfer {
-                    None => Failure::NoAnswer(limit),
-                    Some(bytes) => Failure::Stalled { bytes, waited: limit },
+                    None => RequestFailure::NoAnswer(limit),
+                    Some(bytes) => RequestFailure::Stalled { bytes, waited: limit },
                 });
             }
         }
@@ -139,9 +139,9 @@ mod tests {
     /// A request that is passed a function that reports a size, a number of bytes, and whether they came from xet.
     type Request = fn(&dyn Fn(Option<u64>, u64, bool));
 
-    fn run(answer: u64, stall: u64, request: Request) -> Result<(u8, Option<u64>), Failure> {
+    fn run(answer: u64, stall: u64, request: Request) -> Result<(u8, Option<u64>), RequestFailure> {
         let [answer, stall] = [answer, stall].map(Duration::from_millis);
-        let settings = Settings { answer, stall, ..Settings::default() };
+        let settings = HubSettings { answer, stall, ..HubSettings::default() };
         watched("model.safetensors", &settings, move |events| {
             request(&|start, bytes, is_xet| {
                 if let Some(size) = start {
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_transfer_with_progress_returns_its_result_and_size() -> Result<(), Failure> {
+    fn slow_transfer_with_progress_returns_its_result_and_size() -> Result<(), RequestFailure> {
         let (result, announced) = run(60_000, 2000, |progress| {
             progress(Some(100), 0, false);
             for bytes in 1..=30 {
@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn silent_request_times_out_before_an_answer_and_in_a_transfer() {
-        assert!(matches!(run(50, 60_000, |_| sleep(5000)), Err(Failure::NoAnswer(_))));
+        assert!(matches!(run(50, 60_000, |_| sleep(5000)), Err(RequestFailure::NoAnswer(_))));
         let stalled = run(60_000, 50, |progress| {
             progress(Some(100), 40, false);
             for _ in 0..250 {
@@ -197,7 +197,7 @@ mod tests {
                 progress(None, 40, false);
             }
         });
-        assert!(matches!(stalled, Err(Failure::Stalled { bytes: 40, .. })));
+        assert!(matches!(stalled, Err(RequestFailure::Stalled { bytes: 40, .. })));
     }
 
     #[test]
@@ -211,10 +211,10 @@ mod tests {
 
     #[test]
     fn failed_request_returns_its_error_and_a_panic_is_broken() {
-        let settings = Settings { answer: Duration::from_secs(60), ..Settings::default() };
+        let settings = HubSettings { answer: Duration::from_secs(60), ..HubSettings::default() };
         let failed = watched::<u8, _>("", &settings, |_| Err(HFError::CacheNotEnabled));
-        assert!(matches!(failed, Err(Failure::Hub(HFError::CacheNotEnabled))));
+        assert!(matches!(failed, Err(RequestFailure::Hub(HFError::CacheNotEnabled))));
         let broken = watched::<u8, _>("", &settings, |_| std::panic::resume_unwind(Box::new(())));
-        assert!(matches!(broken, Err(Failure::Broken(_))));
+        assert!(matches!(broken, Err(RequestFailure::Broken(_))));
     }
 }

@@ -7,7 +7,7 @@ use candle_core::Result;
 use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync, RepoTypeModel, split_id};
 
 use super::HubModel;
-use super::settings::Settings;
+use super::settings::HubSettings;
 use super::text::{message, with_root};
 
 /// The number of retries after a failure that may be temporary (no connection, 429, 5xx), with at most 0.4 + 0.8 + 1.6
@@ -23,7 +23,7 @@ pub(super) struct Hub {
 
 impl Hub {
     /// Creates hf-hub's client for the model's server.
-    pub(super) fn open(model: &HubModel, settings: &Settings, cache_dir: &Path) -> Result<Self> {
+    pub(super) fn open(model: &HubModel, settings: &HubSettings, cache_dir: &Path) -> Result<Self> {
         let failed = |what: &str| message(&format!("{model}: {what}"));
         let setup = |e: HFError| match e {
             HFError::Url(e) => failed(&format!("the endpoint is no URL ({e}); correct HF_ENDPOINT")),

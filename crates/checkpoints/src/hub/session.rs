@@ -17,14 +17,14 @@ use candle_core::{Error, Result};
 use hf_hub::HFError;
 
 use super::HubModel;
-use super::request::{Failure, watched};
+use super::request::{RequestFailure, watched};
 use super::server::Hub;
-use super::settings::Settings;
+use super::settings::HubSettings;
 
 /// A model at a revision, opened for look-ups.
 pub(super) struct Session<'a> {
     pub(super) model: &'a HubModel,
-    pub(super) settings: Settings,
+    pub(super) settings: HubSettings,
     /// The model's folder in the cache.
     pub(super) folder: PathBuf,
     /// The server; `None` offline.
@@ -48,7 +48,7 @@ impl<'a> Session<'a> {
     /// Reads the environment and, online, creates a client of hf-hub. It makes no request.
     pub(super) fn open(model: &'a HubModel) -> Result<Self> {
         let requested = model.settings.clone();
-        let mut settings = Settings::read(|name| std::env::var(name).ok(), std::env::home_dir())?;
+        let mut settings = HubSettings::read(|name| std::env::var(name).ok(), std::env::home_dir())?;
         settings.hides_progress |= requested.hides_progress;
         settings.endpoint = requested.endpoint.or(settings.endpoint);
         settings.token = requested.token.or(settings.token);
@@ -119,9 +119,9 @@ impl<'a> Session<'a> {
         match (answer, cached) {
             (Ok((path, None)), _) => Ok(Some(path)),
             (Ok((path, Some(announced))), _) => self.check_size(hub, file, &path, announced).map(|()| Some(path)),
-            (Err(Failure::Hub(HFError::EntryNotFound { .. })), _) => Ok(None),
+            (Err(RequestFailure::Hub(HFError::EntryNotFound { .. })), _) => Ok(None),
             // As hf-hub does where there is no connection.
-            (Err(Failure::NoAnswer(_)), Cached::Found(path)) => Ok(Some(path)),
+            (Err(RequestFailure::NoAnswer(_)), Cached::Found(path)) => Ok(Some(path)),
             (Err(failure), _) => Err(self.error(file, &self.explain(hub, &failure))),
         }
     }
@@ -130,7 +130,7 @@ impl<'a> Session<'a> {
     /// status of the response, so that the page of an error can be stored under the name of the file, where every later
     /// fetch would find it.
     fn check_size(&self, hub: &Hub, file: &str, path: &Path, announced: u64) -> Result<()> {
-        let io = |e: std::io::Error| self.error(file, &self.explain(hub, &Failure::Hub(HFError::Io(e))));
+        let io = |e: std::io::Error| self.error(file, &self.explain(hub, &RequestFailure::Hub(HFError::Io(e))));
         let found = std::fs::metadata(path).map_err(io)?.len();
         if found == announced {
             return Ok(());

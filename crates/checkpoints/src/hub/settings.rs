@@ -9,7 +9,7 @@ use candle_core::{Error, Result};
 /// The settings of the environment and of a [`HubModel`](super::HubModel). hf-hub reads a part of the environment, and
 /// from version 1.1 on none of it.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Settings {
+pub(super) struct HubSettings {
     /// The reason for offline mode, as a half sentence for messages; `None` online.
     pub(super) offline: Option<&'static str>,
     pub(super) hides_progress: bool,
@@ -22,7 +22,7 @@ pub(super) struct Settings {
     pub(super) cache_dir: Option<PathBuf>,
 }
 
-impl Settings {
+impl HubSettings {
     /// Reads the environment by the rules of huggingface_hub (its `constants.py`): a flag is set at 1, ON, YES and TRUE
     /// in any case, an empty variable counts as unset (except `HF_ENDPOINT`), and a timeout of 0 means the default.
     pub(super) fn read(var: impl Fn(&str) -> Option<String>, home: Option<PathBuf>) -> Result<Self> {
@@ -64,9 +64,9 @@ impl Settings {
 mod tests {
     use super::*;
 
-    fn read(vars: &[(&str, &str)]) -> Result<Settings> {
+    fn read(vars: &[(&str, &str)]) -> Result<HubSettings> {
         let var = |name: &str| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
-        Settings::read(var, Some(PathBuf::from("home")))
+        HubSettings::read(var, Some(PathBuf::from("home")))
     }
 
     #[test]
@@ -105,7 +105,7 @@ mod tests {
             assert_eq!(read(&vars)?.cache_dir, Some(PathBuf::from(folder)), "{vars:?}");
         }
         assert_eq!(read(&[("HF_HUB_CACHE", ""), ("HF_HOME", "hf")])?.cache_dir, Some(PathBuf::from("hf/hub")));
-        assert_eq!(Settings::read(|_| None, None)?.cache_dir, None);
+        assert_eq!(HubSettings::read(|_| None, None)?.cache_dir, None);
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::OP;
-use super::targets::{Modules, Pattern};
+use super::targets::{Modules, NamePattern};
 
 /// The biases that are trained with an adapter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
@@ -40,12 +40,12 @@ pub enum AdapterBias {
 pub struct AdapterConfig {
     /// All fields of the file, with those that only PEFT reads.
     json: Map<String, Value>,
-    fields: Fields,
+    fields: AdapterFields,
 }
 
 /// The fields that loading and training depend on, with PEFT's defaults.
 #[derive(Debug, Clone, Deserialize)]
-struct Fields {
+struct AdapterFields {
     #[serde(default = "default_rank")]
     r: usize,
     #[serde(default = "default_alpha")]
@@ -157,7 +157,7 @@ impl AdapterConfig {
         if json["target_modules"].is_null() {
             bail!("[{OP}] target_modules is null, expected names of modules or a regular expression")
         }
-        let fields = match Fields::deserialize(json) {
+        let fields = match AdapterFields::deserialize(json) {
             Ok(fields) => fields,
             Err(error) => bail!("[{OP}] adapter_config: {error}"),
         };
@@ -173,7 +173,7 @@ impl AdapterConfig {
     }
 
     fn validate(&self) -> Result<()> {
-        let Fields { lora_dropout, target_modules, .. } = &self.fields;
+        let AdapterFields { lora_dropout, target_modules, .. } = &self.fields;
         if !(0.0..1.0).contains(lora_dropout) {
             bail!("[{OP}] lora_dropout is {lora_dropout}, expected at least 0 and less than 1")
         }
@@ -185,7 +185,7 @@ impl AdapterConfig {
         check_sizes(self.fields.r, self.fields.lora_alpha)?;
         for pattern in [&self.fields.rank_pattern, &self.fields.alpha_pattern].into_iter().flatten() {
             for name in pattern.keys() {
-                Pattern::of_module(name)?;
+                NamePattern::of_module(name)?;
             }
         }
         Ok(())
@@ -253,7 +253,7 @@ impl AdapterConfig {
 
     /// Returns the names of `target_modules`, if it is a list that applies to all layers alike.
     pub(super) fn plain_names(&self) -> Option<&[String]> {
-        let Fields { target_modules, exclude_modules, layers_to_transform, modules_to_save, .. } = &self.fields;
+        let AdapterFields { target_modules, exclude_modules, layers_to_transform, modules_to_save, .. } = &self.fields;
         let is_plain = exclude_modules.is_none() && layers_to_transform.is_none() && modules_to_save.is_none();
         match target_modules {
             Modules::Names(names) if is_plain => Some(names),
@@ -279,7 +279,7 @@ impl AdapterConfig {
     /// # Errors
     /// For a regular expression that is not supported.
     pub fn is_target(&self, module: &str) -> Result<bool> {
-        let Fields { target_modules, exclude_modules, layers_to_transform, layers_pattern, .. } = &self.fields;
+        let AdapterFields { target_modules, exclude_modules, layers_to_transform, layers_pattern, .. } = &self.fields;
         if let Some(excluded) = exclude_modules
             && excluded.include(module)?
         {
@@ -366,7 +366,7 @@ fn check_sizes(r: usize, alpha: f64) -> Result<()> {
 /// Returns the value of the first pattern that matches a module, in alphabetical order, in which PEFT writes patterns.
 fn match_pattern<'a>(patterns: Option<&'a Map<String, Value>>, module: &str) -> Result<Option<&'a Value>> {
     for (pattern, value) in patterns.into_iter().flatten() {
-        if Pattern::of_module(pattern)?.matches(module) {
+        if NamePattern::of_module(pattern)?.matches(module) {
             return Ok(Some(value));
         }
     }

@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{Result, bail};
 
 use super::OP;
-use super::names::{Matrix, PREFIX, Stored, common_end, is_end, is_equal_but_for_numbers, parse};
+use super::names::{LoraMatrix, PREFIX, StoredName, common_end, is_end, is_equal_but_for_numbers, parse};
 
 /// The names of the tensors in an adapter's file, with their meaning.
 #[derive(Debug, Clone)]
 pub(super) struct FileTensors {
-    all: BTreeMap<String, Stored>,
+    all: BTreeMap<String, StoredName>,
     /// Whether the file is the state dict of a whole PEFT model, which has the model's own weights too.
     pub is_whole_model: bool,
 }
@@ -50,15 +50,15 @@ impl FileTensors {
         let found: BTreeSet<_> = self.all.values().collect();
         for (name, stored) in &self.all {
             let other = match stored.clone() {
-                Stored::Matrix { module, matrix } => Stored::Matrix { module, matrix: other(matrix) },
-                Stored::Embedding { module, matrix } => Stored::Embedding { module, matrix: other(matrix) },
-                Stored::Parameter { .. } | Stored::Base => continue,
+                StoredName::Matrix { module, matrix } => StoredName::Matrix { module, matrix: other(matrix) },
+                StoredName::Embedding { module, matrix } => StoredName::Embedding { module, matrix: other(matrix) },
+                StoredName::Parameter { .. } | StoredName::Base => continue,
             };
             if !found.contains(&other) {
                 let missing = match other {
-                    Stored::Matrix { matrix: Matrix::A, .. } => name.replace(".lora_B.", ".lora_A."),
-                    Stored::Matrix { .. } => name.replace(".lora_A.", ".lora_B."),
-                    Stored::Embedding { matrix: Matrix::A, .. } => name.replace("embedding_B", "embedding_A"),
+                    StoredName::Matrix { matrix: LoraMatrix::A, .. } => name.replace(".lora_B.", ".lora_A."),
+                    StoredName::Matrix { .. } => name.replace(".lora_A.", ".lora_B."),
+                    StoredName::Embedding { matrix: LoraMatrix::A, .. } => name.replace("embedding_B", "embedding_A"),
                     _ => name.replace("embedding_A", "embedding_B"),
                 };
                 bail!("[{OP}] {missing} is missing in the file, which has {name}")
@@ -68,27 +68,27 @@ impl FileTensors {
     }
 
     /// Returns the names with their meaning.
-    pub fn all(&self) -> impl Iterator<Item = (&str, &Stored)> {
+    pub fn all(&self) -> impl Iterator<Item = (&str, &StoredName)> {
         self.all.iter().map(|(name, stored)| (name.as_str(), stored))
     }
 
     /// Returns the matrices A of linear layers, which have the name of the layer as their own name.
     fn matrices(&self) -> impl Iterator<Item = Named<'_>> {
         self.all().filter_map(|(name, stored)| match stored {
-            Stored::Matrix { module, matrix: Matrix::A } => Some(Named { stored: name, own: module }),
+            StoredName::Matrix { module, matrix: LoraMatrix::A } => Some(Named { stored: name, own: module }),
             _ => None,
         })
     }
 
     /// Returns whether the file has other values of parameters of the model for which `is_wanted` is true.
     pub fn has_parameter(&self, is_wanted: impl Fn(&str) -> bool) -> bool {
-        self.all.values().any(|stored| matches!(stored, Stored::Parameter { name } if is_wanted(name)))
+        self.all.values().any(|stored| matches!(stored, StoredName::Parameter { name } if is_wanted(name)))
     }
 
     /// Returns the name of a parameter with the same end as another, if there is one.
     pub fn parameter_like(&self, wanted: &str) -> Option<&str> {
         let candidates = self.all().filter_map(|(stored_name, stored)| match stored {
-            Stored::Parameter { name } => Some(Named { stored: stored_name, own: name }),
+            StoredName::Parameter { name } => Some(Named { stored: stored_name, own: name }),
             _ => None,
         });
         most_similar(candidates, wanted, 2)
@@ -114,10 +114,10 @@ impl FileTensors {
     }
 }
 
-fn other(matrix: Matrix) -> Matrix {
+fn other(matrix: LoraMatrix) -> LoraMatrix {
     match matrix {
-        Matrix::A => Matrix::B,
-        Matrix::B => Matrix::A,
+        LoraMatrix::A => LoraMatrix::B,
+        LoraMatrix::B => LoraMatrix::A,
     }
 }
 

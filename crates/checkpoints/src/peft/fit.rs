@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 
 use super::OP;
 use super::adapter::Adapter;
-use super::names::{Matrix, PREFIX, Stored, is_below, join};
+use super::names::{LoraMatrix, PREFIX, StoredName, is_below, join};
 use candle_attention_core::WeightLayout;
 use candle_attention_core::internal::AdaptableModule;
 
@@ -82,7 +82,7 @@ impl Adapter {
                 let shape = [self.config.rank(&full)?, own.inputs];
                 bail!(
                     "[{OP}] {PREFIX}{full}.{}.weight is missing, expected shape {shape:?} (layout PEFT){like}",
-                    Matrix::A.name()
+                    LoraMatrix::A.name()
                 )
             }
             log::warn!("[{OP}] no tensor of the file is of {full}, which the options target: its matrices are new");
@@ -161,16 +161,20 @@ impl Adapter {
         let Some(file) = self.tensors.file.as_ref().filter(|file| !file.is_whole_model) else { return Ok(()) };
         for (name, stored) in file.all().filter(|(name, _)| !self.tensors.is_used(name)) {
             match stored {
-                Stored::Matrix { module, .. } | Stored::Embedding { module, .. } if is_below(module, target.module) => {
+                StoredName::Matrix { module, .. } | StoredName::Embedding { module, .. }
+                    if is_below(module, target.module) =>
+                {
                     bail!("[{OP}] {name} is in the file, but its module is none of {target}")
                 }
-                Stored::Parameter { name: parameter } if target.full_names().any(|full| is_below(parameter, &full)) => {
+                StoredName::Parameter { name: parameter }
+                    if target.full_names().any(|full| is_below(parameter, &full)) =>
+                {
                     bail!(
                         "[{OP}] {name} is in the file, but the layer has no such parameter (layout {})",
                         target.layout
                     )
                 }
-                Stored::Parameter { name: parameter }
+                StoredName::Parameter { name: parameter }
                     if is_below(parameter, target.module) && parameter.contains(RELATIVE_BIAS) =>
                 {
                     bail!(

@@ -8,7 +8,7 @@ use super::OP;
 use super::adapter::Adapter;
 use super::config::AdapterBias;
 use super::fit::Target;
-use super::names::{Matrix, PREFIX, is_below, join};
+use super::names::{LoraMatrix, PREFIX, is_below, join};
 use super::tensors::RequiredParameter;
 use crate::hf;
 use candle_attention_core::internal::{AdaptableModule, AdapterMatrices, ParameterName};
@@ -154,16 +154,16 @@ impl Adapter {
         }
         let r = self.config.rank(module)?;
         let names = self.tensors.matrix_names(module);
-        let name_of = |matrix: Matrix| format!("{PREFIX}{module}.{}.weight", matrix.name());
+        let name_of = |matrix: LoraMatrix| format!("{PREFIX}{module}.{}.weight", matrix.name());
         let (a, b) = match (names.a, names.b) {
             (Some(a), Some(b)) => (a, b),
-            (None, None) => (name_of(Matrix::A), name_of(Matrix::B)),
+            (None, None) => (name_of(LoraMatrix::A), name_of(LoraMatrix::B)),
             (Some(a), None) => return lost(&a.replace(".lora_A.", ".lora_B."), &a),
             (None, Some(b)) => return lost(&b.replace(".lora_B.", ".lora_A."), &b),
         };
         Ok(Some(AdapterMatrices {
-            a: self.tensors.matrix(&a, Matrix::A, (r, own.inputs))?,
-            b: self.tensors.matrix(&b, Matrix::B, (own.outputs, r))?,
+            a: self.tensors.matrix(&a, LoraMatrix::A, (r, own.inputs))?,
+            b: self.tensors.matrix(&b, LoraMatrix::B, (own.outputs, r))?,
             scaling: self.config.scaling(module)?,
             dropout: self.config.dropout(),
         }))
@@ -234,7 +234,7 @@ impl Adapter {
             if self.tensors.are_variables() {
                 bail!(
                     "[{OP}] {PREFIX}{module}.{}.weight is missing, expected shape [{}, {inputs}] (layout PEFT)",
-                    Matrix::A.name(),
+                    LoraMatrix::A.name(),
                     self.config.rank(module)?
                 )
             }
@@ -251,8 +251,8 @@ impl Adapter {
         let names = self.tensors.embedding_names(module);
         let (Some(a), Some(b)) = (names.a, names.b) else { return Ok(None) };
         let r = self.config.rank(module)?;
-        let a = self.tensors.matrix(&a, Matrix::A, (r, rows))?.detach();
-        let b = self.tensors.matrix(&b, Matrix::B, (width, r))?.detach();
+        let a = self.tensors.matrix(&a, LoraMatrix::A, (r, rows))?.detach();
+        let b = self.tensors.matrix(&b, LoraMatrix::B, (width, r))?.detach();
         Ok(Some((a.t()?.matmul(&b.t()?)? * self.config.scaling(module)?)?))
     }
 }

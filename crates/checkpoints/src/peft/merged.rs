@@ -7,7 +7,7 @@ use candle_nn::{Init, VarBuilder};
 use super::OP;
 use super::adapter::Adapter;
 use super::load::Taken;
-use super::names::Stored;
+use super::names::StoredName;
 use super::tensors::MatrixNames;
 use candle_attention_modules::base::{Fact, accumulation_dtype, moved_names, root, stored_name};
 use candle_attention_modules::warn_once;
@@ -58,7 +58,7 @@ impl Adapter {
             return None;
         }
         for (name, stored) in self.tensors.file.as_ref()?.all() {
-            let (Stored::Matrix { module, .. } | Stored::Embedding { module, .. }) = stored else { continue };
+            let (StoredName::Matrix { module, .. } | StoredName::Embedding { module, .. }) = stored else { continue };
             let weight = format!("{module}.weight");
             if !is_there(vb, &weight) {
                 return Some(format!("{name} is in the adapter's file, but {weight} is not in the model's builder"));

@@ -12,14 +12,14 @@ pub(super) const DEFAULT_NAME: &str = "default";
 
 /// A low-rank matrix of a module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Matrix {
+pub(super) enum LoraMatrix {
     /// A, (r, in).
     A,
     /// B, (out, r).
     B,
 }
 
-impl Matrix {
+impl LoraMatrix {
     pub fn name(self) -> &'static str {
         match self {
             Self::A => "lora_A",
@@ -38,18 +38,18 @@ impl Matrix {
 
 /// The meaning of a tensor in an adapter's file.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Stored {
+pub(super) enum StoredName {
     /// A matrix of a linear layer.
     Matrix {
         /// The full name of the layer in the model.
         module: String,
-        matrix: Matrix,
+        matrix: LoraMatrix,
     },
     /// A matrix of an embedding.
     Embedding {
         /// The full name of the embedding in the model.
         module: String,
-        matrix: Matrix,
+        matrix: LoraMatrix,
     },
     /// The adapter's value of a parameter of the model: a trained bias, or a parameter of a saved module.
     Parameter {
@@ -64,20 +64,20 @@ pub(super) enum Stored {
 ///
 /// # Errors
 /// For a tensor of an option that is not supported, such as DoRA, and for an adapter of another name.
-pub(super) fn parse(name: &str) -> Result<Stored> {
+pub(super) fn parse(name: &str) -> Result<StoredName> {
     let own = name.strip_prefix(PREFIX).unwrap_or(name);
     let parts: Vec<_> = own.split('.').collect();
     let is_marker = |part: &&str| part.starts_with("lora_") || ["modules_to_save", "token_adapter"].contains(part);
     let Some(at) = parts.iter().position(is_marker) else { return Ok(parameter(&parts)) };
     let module = parts[..at].join(".");
     let rest = &parts[at + 1..];
-    let refused = |option: &str| -> Result<Stored> {
+    let refused = |option: &str| -> Result<StoredName> {
         bail!("[{OP}] {name} is in the file, which is of {option}, expected LoRA without it")
     };
-    for matrix in [Matrix::A, Matrix::B] {
+    for matrix in [LoraMatrix::A, LoraMatrix::B] {
         if parts[at] == matrix.name() {
             return match rest {
-                ["weight"] | [DEFAULT_NAME, "weight"] => Ok(Stored::Matrix { module, matrix }),
+                ["weight"] | [DEFAULT_NAME, "weight"] => Ok(StoredName::Matrix { module, matrix }),
                 [.., "bias"] => refused("lora_bias"),
                 _ => bail!(
                     "[{OP}] {name} is in the file, expected {}.weight, with {DEFAULT_NAME:?} as the name of the \
@@ -87,25 +87,25 @@ pub(super) fn parse(name: &str) -> Result<Stored> {
             };
         }
         if parts[at] == matrix.embedding_name() && matches!(rest, [] | [DEFAULT_NAME]) {
-            return Ok(Stored::Embedding { module, matrix });
+            return Ok(StoredName::Embedding { module, matrix });
         }
     }
     match (parts[at], rest) {
         ("lora_magnitude_vector", _) => refused("DoRA (use_dora)"),
         ("token_adapter", _) => refused("trainable_token_indices"),
         ("modules_to_save", [DEFAULT_NAME, leaf @ ..]) if !leaf.is_empty() => {
-            Ok(Stored::Parameter { name: format!("{module}.{}", leaf.join(".")) })
+            Ok(StoredName::Parameter { name: format!("{module}.{}", leaf.join(".")) })
         }
         _ => bail!("[{OP}] {name} is in the file, expected the tensors of LoRA, as lora_A and lora_B"),
     }
 }
 
 /// Returns the meaning of a tensor without low-rank matrices.
-fn parameter(parts: &[&str]) -> Stored {
+fn parameter(parts: &[&str]) -> StoredName {
     match parts {
-        [.., "original_module", _] => Stored::Base,
-        [module @ .., "base_layer", leaf] => Stored::Parameter { name: format!("{}.{leaf}", module.join(".")) },
-        all => Stored::Parameter { name: all.join(".") },
+        [.., "original_module", _] => StoredName::Base,
+        [module @ .., "base_layer", leaf] => StoredName::Parameter { name: format!("{}.{leaf}", module.join(".")) },
+        all => StoredName::Parameter { name: all.join(".") },
     }
 }
 
@@ -144,18 +144,18 @@ mod tests {
 
     #[test]
     fn names_of_adapter_files_have_their_meaning() -> Result<()> {
-        let matrix = |module: &str, matrix| Stored::Matrix { module: module.to_string(), matrix };
-        let parameter = |name: &str| Stored::Parameter { name: name.to_string() };
+        let matrix = |module: &str, matrix| StoredName::Matrix { module: module.to_string(), matrix };
+        let parameter = |name: &str| StoredName::Parameter { name: name.to_string() };
         for (name, expected) in [
-            ("base_model.model.a.0.q_proj.lora_A.weight", matrix("a.0.q_proj", Matrix::A)),
-            ("a.0.q_proj.lora_B.default.weight", matrix("a.0.q_proj", Matrix::B)),
+            ("base_model.model.a.0.q_proj.lora_A.weight", matrix("a.0.q_proj", LoraMatrix::A)),
+            ("a.0.q_proj.lora_B.default.weight", matrix("a.0.q_proj", LoraMatrix::B)),
             ("base_model.model.a.q_proj.base_layer.bias", parameter("a.q_proj.bias")),
             ("base_model.model.head.modules_to_save.default.weight", parameter("head.weight")),
             ("head.weight", parameter("head.weight")),
-            ("base_model.model.head.original_module.weight", Stored::Base),
+            ("base_model.model.head.original_module.weight", StoredName::Base),
             (
                 "base_model.model.wte.lora_embedding_B",
-                Stored::Embedding { module: "wte".to_string(), matrix: Matrix::B },
+                StoredName::Embedding { module: "wte".to_string(), matrix: LoraMatrix::B },
             ),
         ] {
             assert_eq!(parse(name)?, expected, "{name}");

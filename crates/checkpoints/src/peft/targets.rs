@@ -26,12 +26,12 @@ pub(super) enum Modules {
 pub(super) struct WholeNames {
     text: String,
     /// The expression, or the reason why it is not supported.
-    compiled: std::result::Result<Pattern, String>,
+    compiled: std::result::Result<NamePattern, String>,
 }
 
 impl From<String> for WholeNames {
     fn from(text: String) -> Self {
-        Self { compiled: Pattern::new(&text).map_err(|error| error.to_string()), text }
+        Self { compiled: NamePattern::new(&text).map_err(|error| error.to_string()), text }
     }
 }
 
@@ -65,9 +65,9 @@ impl Modules {
 
 /// A regular expression that has to match a whole name.
 #[derive(Debug, Clone)]
-pub(super) struct Pattern(Regex);
+pub(super) struct NamePattern(Regex);
 
-impl Pattern {
+impl NamePattern {
     /// Returns the regular expression for whole names.
     ///
     /// # Errors

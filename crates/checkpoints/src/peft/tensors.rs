@@ -8,12 +8,12 @@ use candle_nn::{Init, VarBuilder, VarMap};
 
 use super::OP;
 use super::file::FileTensors;
-use super::names::{DEFAULT_NAME, Matrix, PREFIX, Stored};
+use super::names::{DEFAULT_NAME, LoraMatrix, PREFIX, StoredName};
 use crate::files::Checkpoint;
 use candle_attention_modules::base::{LINEAR_WEIGHT, ParameterReader, has};
 
 /// The names of tensors that were used or made.
-type Names = Arc<Mutex<BTreeSet<String>>>;
+type UsedNames = Arc<Mutex<BTreeSet<String>>>;
 
 /// The tensors of an adapter.
 #[derive(Clone)]
@@ -24,9 +24,9 @@ pub(super) struct AdapterTensors {
     /// The names in the file, if the adapter was opened.
     pub file: Option<Arc<FileTensors>>,
     /// The tensors that layers and builders have read, by all copies of the adapter.
-    used: Names,
+    used: UsedNames,
     /// The variables that the file does not have.
-    made: Names,
+    made: UsedNames,
 }
 
 /// The names of a module's matrices, as far as they are there.
@@ -53,7 +53,7 @@ pub(super) struct RequiredParameter {
 impl AdapterTensors {
     /// Returns the tensors of a builder at the root of an adapter's file.
     pub fn of_builder(vb: VarBuilder<'static>) -> Self {
-        Self { vb, vars: None, file: None, used: Names::default(), made: Names::default() }
+        Self { vb, vars: None, file: None, used: UsedNames::default(), made: UsedNames::default() }
     }
 
     /// Returns the tensors of a file.
@@ -124,14 +124,14 @@ impl AdapterTensors {
 
     /// Returns the names of a module's matrices.
     pub fn matrix_names(&self, module: &str) -> MatrixNames {
-        let find = |matrix: Matrix| self.find(module, matrix.name(), "weight");
-        MatrixNames { a: find(Matrix::A), b: find(Matrix::B) }
+        let find = |matrix: LoraMatrix| self.find(module, matrix.name(), "weight");
+        MatrixNames { a: find(LoraMatrix::A), b: find(LoraMatrix::B) }
     }
 
     /// Returns the names of the matrices of an embedding.
     pub fn embedding_names(&self, module: &str) -> MatrixNames {
-        let find = |matrix: Matrix| self.find(module, matrix.embedding_name(), "");
-        MatrixNames { a: find(Matrix::A), b: find(Matrix::B) }
+        let find = |matrix: LoraMatrix| self.find(module, matrix.embedding_name(), "");
+        MatrixNames { a: find(LoraMatrix::A), b: find(LoraMatrix::B) }
     }
 
     /// Returns the name of a tensor of a module that belongs to an option of PEFT that is not supported. A file was
@@ -164,11 +164,11 @@ impl AdapterTensors {
     ///
     /// # Errors
     /// For a missing or misshapen tensor, named with both shapes.
-    pub fn matrix(&self, name: &str, matrix: Matrix, shape: (usize, usize)) -> Result<Tensor> {
+    pub fn matrix(&self, name: &str, matrix: LoraMatrix, shape: (usize, usize)) -> Result<Tensor> {
         let init = match matrix {
             // A begins as the weight of `nn.Linear`.
-            Matrix::A => LINEAR_WEIGHT,
-            Matrix::B => Init::Const(0.0),
+            LoraMatrix::A => LINEAR_WEIGHT,
+            LoraMatrix::B => Init::Const(0.0),
         };
         if self.vars.is_some() && !self.has(name) {
             lock(&self.made).insert(name.to_string());
@@ -252,10 +252,10 @@ impl AdapterTensors {
             bail!("[{OP}] the names of the tensors are not known, expected an adapter that was opened from a file")
         };
         let used = lock(&self.used);
-        let is_own = |stored: &Stored| match stored {
-            Stored::Matrix { .. } | Stored::Embedding { .. } => true,
+        let is_own = |stored: &StoredName| match stored {
+            StoredName::Matrix { .. } | StoredName::Embedding { .. } => true,
             // Most are weights of the model in the state dict of a whole model.
-            Stored::Parameter { .. } | Stored::Base => !file.is_whole_model,
+            StoredName::Parameter { .. } | StoredName::Base => !file.is_whole_model,
         };
         let unused = file.all().filter(|(name, stored)| !used.contains(*name) && is_own(stored));
         Ok(unused.map(|(name, _)| name.to_string()).collect())
@@ -284,7 +284,7 @@ impl AdapterTensors {
     }
 }
 
-fn lock(names: &Names) -> MutexGuard<'_, BTreeSet<String>> {
+fn lock(names: &UsedNames) -> MutexGuard<'_, BTreeSet<String>> {
     names.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -292,7 +292,7 @@ fn lock(names: &Names) -> MutexGuard<'_, BTreeSet<String>> {
 fn usual_name(name: &str) -> String {
     let own = name.strip_prefix(PREFIX).unwrap_or(name);
     let mut usual = own.to_string();
-    for matrix in [Matrix::A, Matrix::B] {
+    for matrix in [LoraMatrix::A, LoraMatrix::B] {
         usual = usual.replace(&format!(".{}.{DEFAULT_NAME}.", matrix.name()), &format!(".{}.", matrix.name()));
         let embedding = format!(".{}", matrix.embedding_name());
         if let Some(module) = usual.strip_suffix(&format!("{embedding}.{DEFAULT_NAME}")) {

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::heads::{ProjectedHeads, split_heads};
 use super::input::{AttentionInput, KeysFrom};
-use super::validate::{CheckedInput, NO_KEYS};
+use super::validate::{CheckedLayerInput, NO_KEYS};
 use super::{LayerOutput, MultiHeadAttention, OP};
 use crate::cache::{AttentionCache, CachedCall, KvSizes};
 use crate::mask::AttentionMask;
@@ -172,7 +172,7 @@ impl MultiHeadAttention {
     }
 
     /// Returns the layer's mask combined with the call's, over the keys that the layer appends too.
-    fn mask_of_call(&self, q: &Tensor, checked: &CheckedInput) -> Result<AttentionMask> {
+    fn mask_of_call(&self, q: &Tensor, checked: &CheckedLayerInput) -> Result<AttentionMask> {
         let mask = checked.mask.clone();
         let appended = self.config.appended_keys();
         // The rows that a cache reads are known later, and their mask with them.
@@ -197,7 +197,7 @@ impl MultiHeadAttention {
         &self,
         arguments: &mut ScoreArguments,
         input: &AttentionInput,
-        checked: &CheckedInput,
+        checked: &CheckedLayerInput,
         cache: &AttentionCache,
     ) -> Result<()> {
         // The cache knows the positions of earlier calls too.
@@ -249,7 +249,7 @@ impl MultiHeadAttention {
         arguments: &mut ScoreArguments,
         mut kv: KeysAndValues,
         input: &AttentionInput<'a>,
-        checked: &CheckedInput,
+        checked: &CheckedLayerInput,
     ) -> Result<AttendedKeys<'a>> {
         let positions = checked.positions.as_ref().map(|positions| QueryKeyPositions {
             queries: &positions.queries,

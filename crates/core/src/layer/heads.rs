@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::input::{AttentionInput, KeysFrom};
 use super::memory::ProjectedMemory;
-use super::validate::{CheckedInput, KeyValueInputs};
+use super::validate::{CheckedLayerInput, KeyValueInputs};
 use super::{MultiHeadAttention, OP, warnings};
 use crate::cache::KvFloats;
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
@@ -34,7 +34,7 @@ struct Rotations {
 
 impl MultiHeadAttention {
     /// Projects the inputs of a call, and normalises and rotates the heads.
-    pub(super) fn project(&self, inputs: &CheckedInput, input: &AttentionInput) -> Result<ProjectedHeads> {
+    pub(super) fn project(&self, inputs: &CheckedLayerInput, input: &AttentionInput) -> Result<ProjectedHeads> {
         let all_reduce = input.all_reduce;
         let key_value = inputs.key_value.as_ref().map(|KeyValueInputs { keys, values }| [keys, values]);
         let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value, input.train)?;
@@ -68,7 +68,7 @@ impl MultiHeadAttention {
 
     /// Returns the rotations at the positions of a call, if the layer has rotary positions. Keys without positions of
     /// their own have the rotation of the queries.
-    fn rotations(&self, inputs: &CheckedInput) -> Result<Rotations> {
+    fn rotations(&self, inputs: &CheckedLayerInput) -> Result<Rotations> {
         let (Some(positions), Some(rotary)) = (&inputs.positions, &self.rotary) else {
             return Ok(Rotations { queries: None, keys: None, sink_queries: None });
         };
@@ -88,7 +88,7 @@ impl MultiHeadAttention {
     }
 
     /// Multiplies queries (B, H, T, D) by the config's attention temperature at their positions.
-    fn with_temperature(&self, q: Tensor, inputs: &CheckedInput) -> Result<Tensor> {
+    fn with_temperature(&self, q: Tensor, inputs: &CheckedLayerInput) -> Result<Tensor> {
         let (Some(temperature), Some(positions)) = (self.config.attention_temperature(), &inputs.positions) else {
             return Ok(q);
         };

@@ -127,7 +127,7 @@ pub(super) struct KeyValueInputs {
 }
 
 /// The checked inputs of a call.
-pub(super) struct CheckedInput<'a> {
+pub(super) struct CheckedLayerInput<'a> {
     /// (B, T_q, embed_dim).
     pub queries: Tensor,
     pub keys_from: KeysFrom<'a>,
@@ -145,7 +145,7 @@ pub(super) struct CheckedInput<'a> {
 
 impl MultiHeadAttention {
     /// Checks the inputs of a call and finds out where its keys and values come from.
-    pub(super) fn validate<'i>(&self, input: &'i AttentionInput) -> Result<CheckedInput<'i>> {
+    pub(super) fn validate<'i>(&self, input: &'i AttentionInput) -> Result<CheckedLayerInput<'i>> {
         let cfg = &self.config;
         let keys_from = input.keys_from(OP)?;
         let expected = self.expected(input.queries.rank() == 3);
@@ -195,7 +195,7 @@ impl MultiHeadAttention {
         {
             warnings::about_dropout(OP, cache);
         }
-        Ok(CheckedInput { queries, keys_from, key_value, t_kv, tokens, positions, mask, residual })
+        Ok(CheckedLayerInput { queries, keys_from, key_value, t_kv, tokens, positions, mask, residual })
     }
 
     /// Checks that the layer has no part that calls with pages do not support.

@@ -9,12 +9,12 @@ use candle_attention_modules::linear::Projection::{self, Key, Output, Query, Val
 
 /// The numbers of outputs and inputs of a stored matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Matrix {
+struct MatrixSize {
     outputs: usize,
     inputs: usize,
 }
 
-impl Matrix {
+impl MatrixSize {
     /// Returns the matrix of a shape; `None` for other ranks and for kernels with a dimension of heads.
     fn of(dims: StoredDims, shape: &[usize]) -> Option<Self> {
         match (dims, shape) {
@@ -42,8 +42,8 @@ pub(super) fn forgotten_option(
     if tensor.is_bias || layout.is_stacked() || !reader.has(&spec.stored) {
         return None;
     }
-    let expected = Matrix::of(tensor.tensor.dims, &spec.shape)?;
-    let found = Matrix::of(tensor.tensor.dims, &reader.vb.shape(&spec.stored).ok()?)?;
+    let expected = MatrixSize::of(tensor.tensor.dims, &spec.shape)?;
+    let found = MatrixSize::of(tensor.tensor.dims, &reader.vb.shape(&spec.stored).ok()?)?;
     if found == expected {
         return None;
     }
@@ -82,8 +82,8 @@ fn transposed_layout(name: &str, dims: StoredDims) -> Option<WeightLayout> {
 fn option_of_inputs(
     cfg: &MultiHeadAttentionConfig,
     projections: &[Projection],
-    expected: Matrix,
-    found: Matrix,
+    expected: MatrixSize,
+    found: MatrixSize,
 ) -> Option<String> {
     let inputs = found.inputs;
     if inputs == expected.inputs {
@@ -103,8 +103,8 @@ fn option_of_inputs(
 fn option_of_outputs(
     cfg: &MultiHeadAttentionConfig,
     projections: &[Projection],
-    expected: Matrix,
-    found: Matrix,
+    expected: MatrixSize,
+    found: MatrixSize,
 ) -> Option<String> {
     let outputs = found.outputs;
     if outputs == expected.outputs {

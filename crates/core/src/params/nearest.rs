@@ -36,18 +36,18 @@ fn distance(layout: WeightLayout, stems: &[&str]) -> Option<usize> {
     let mut free = stems.to_vec();
     let mut sum = 0;
     while !weights.is_empty() {
-        let mut best: Option<Pair> = None;
+        let mut best: Option<NamePair> = None;
         for (weight, name) in weights.iter().enumerate() {
             let stem = stem(name)?;
             for (other, candidate) in free.iter().enumerate() {
                 let edits = edits(stem, candidate);
                 let is_near = strictness * edits <= stem.len().max(candidate.len());
                 if is_near && best.as_ref().is_none_or(|best| edits < best.edits) {
-                    best = Some(Pair { weight, other, edits });
+                    best = Some(NamePair { weight, other, edits });
                 }
             }
         }
-        let Pair { weight, other, edits } = best?;
+        let NamePair { weight, other, edits } = best?;
         weights.swap_remove(weight);
         free.swap_remove(other);
         sum += edits;
@@ -56,7 +56,7 @@ fn distance(layout: WeightLayout, stems: &[&str]) -> Option<usize> {
 }
 
 /// A weight of a layout and another name near it, by their indices.
-struct Pair {
+struct NamePair {
     weight: usize,
     other: usize,
     edits: usize,

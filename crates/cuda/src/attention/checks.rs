@@ -6,7 +6,7 @@ use candle_attention_call::{
 use candle_core::{DType, Tensor};
 
 use super::call::CudaCall;
-use crate::element::Element;
+use crate::element::ElementType;
 use crate::unsupported::Unsupported;
 
 /// The largest head dimension of the kernels.
@@ -18,7 +18,7 @@ const MAX_POSITION: usize = 1 << 29;
 /// The sizes of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CallSizes {
-    pub element: Element,
+    pub element: ElementType,
     /// The batch size of the tensors: 1 for packed sequences.
     pub batch: usize,
     /// The sequences: the batch size, or the number of packed sequences.
@@ -62,7 +62,7 @@ fn expect(is_met: bool, reason: impl FnOnce() -> String) -> Result<(), Unsupport
 impl CallSizes {
     /// Returns the sizes of a call after checking that all tensors fit them.
     pub fn of(call: &CudaCall) -> Result<Self, Unsupported> {
-        let element = Element::of(call.q.dtype())
+        let element = ElementType::of(call.q.dtype())
             .map_err(|_| Unsupported::new(format!("q is {:?}, expected f16, bf16 or f32", call.q.dtype())))?;
         expect(call.pages.is_none(), || "keys and values are in pages, expected them in one piece".to_string())?;
         let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = call.dims;

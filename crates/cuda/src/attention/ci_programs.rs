@@ -2,7 +2,7 @@
 
 use crate::capability::Limits;
 use crate::ci_programs::CiProgram;
-use crate::element::Element;
+use crate::element::ElementType;
 use crate::program::{KernelShape, Program};
 use crate::specialization::{Alignment, BiasElement, ModifierGradients, Specialization};
 use crate::tiles::{BackwardTile, DecodeTile, ForwardLength, ForwardTile};
@@ -42,13 +42,13 @@ pub(crate) fn entries(limits: &Limits) -> Vec<CiProgram> {
 /// Returns the calls without score modifiers.
 fn plain_cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    for element in Element::ALL {
+    for element in ElementType::ALL {
         for HeadDims { head, value } in HEAD_DIMS {
             let dims = if head == value { format!("d{head}") } else { format!("d{head} {value}") };
             cases.push(Case {
                 name: format!("{} {dims}", element.name()),
                 specialization: Specialization::plain(element, head, value),
-                is_quick: head == 64 || (head == 128 && value == 128 && element == Element::Bf16),
+                is_quick: head == 64 || (head == 128 && value == 128 && element == ElementType::Bf16),
             });
         }
     }
@@ -59,7 +59,7 @@ fn plain_cases() -> Vec<Case> {
 fn modifier_cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for head in [64, 128] {
-        let plain = Specialization::plain(Element::Bf16, head, head);
+        let plain = Specialization::plain(ElementType::Bf16, head, head);
         let gradients = plain.gradients;
         let slopes = ModifierGradients { slopes: true, ..gradients };
         let relative_bias = ModifierGradients { relative_bias: true, ..gradients };
@@ -93,8 +93,8 @@ fn modifier_cases() -> Vec<Case> {
         }
     }
     let f32_all = Specialization {
-        element: Element::F32,
-        ..cases.last().map_or(Specialization::plain(Element::F32, 64, 64), |case| case.specialization)
+        element: ElementType::F32,
+        ..cases.last().map_or(Specialization::plain(ElementType::F32, 64, 64), |case| case.specialization)
     };
     cases.push(Case { name: "f32 d128 all modifiers but dropout".into(), specialization: f32_all, is_quick: false });
     cases
@@ -103,13 +103,13 @@ fn modifier_cases() -> Vec<Case> {
 /// Returns the calls whose tensors are not aligned, and those with keys of 8 bits.
 fn layout_cases() -> Vec<Case> {
     let unaligned = Alignment { rows: false, bias: false, boolean_mask: false };
-    let odd = Specialization { alignment: unaligned, ..Specialization::plain(Element::F16, 75, 33) };
+    let odd = Specialization { alignment: unaligned, ..Specialization::plain(ElementType::F16, 75, 33) };
     let odd_bias = Specialization { bias: Some(BiasElement::Element), boolean_mask: true, ..odd };
     let mut cases = vec![
         Case { name: "f16 d75 33 unaligned".into(), specialization: odd, is_quick: true },
         Case { name: "f16 d75 33 unaligned bias".into(), specialization: odd_bias, is_quick: false },
     ];
-    for element in Element::ALL {
+    for element in ElementType::ALL {
         for head in [64, 128, 256] {
             let specialization = Specialization { key_codes: true, ..Specialization::plain(element, head, head) };
             cases.push(Case {

@@ -9,7 +9,7 @@ use super::checked::CudaAttention;
 use super::checks::CallSizes;
 use super::plan::ForwardChoice;
 use crate::arguments::AttentionArguments;
-use crate::device::{Buffer, Grid, KernelDevice, Launch, Operands, TensorLocks};
+use crate::device::{DeviceBuffer, Grid, KernelDevice, Launch, Operands, TensorLocks};
 use crate::kernel_pointers::RowStrides;
 use crate::program::Program;
 use crate::specialization::{ModifierGradients, Specialization};
@@ -97,9 +97,9 @@ impl CudaAttention {
 /// The results of the decode kernel for parts of the keys.
 struct DecodeParts {
     /// (splits, B, H, T_q, D_v).
-    outputs: Buffer,
+    outputs: DeviceBuffer,
     /// (splits, B, H, T_q) pairs.
-    statistics: Buffer,
+    statistics: DeviceBuffer,
 }
 
 impl DecodeParts {

@@ -1,7 +1,7 @@
 //! The argument of the kernels of the gated delta rule.
 
 use crate::device::KernelArguments;
-use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
+use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, RowStrides};
 use crate::kernel_struct::kernel_struct;
 
 kernel_struct! {
@@ -13,58 +13,58 @@ kernel_struct! {
     pub(super) struct DeltaArguments {
         // ---- tensors of the forward pass ----
         /// (B, H_q, T, D_k), elements.
-        pub queries: Input<Elements>,
+        pub queries: InputPointer<Elements>,
         /// (B, H_k, T, D_k), elements.
-        pub keys: Input<Elements>,
+        pub keys: InputPointer<Elements>,
         /// (B, H_v, T, D_v), elements.
-        pub values: Input<Elements>,
+        pub values: InputPointer<Elements>,
         /// (B, H, T), or (B, H, T, D_k) with decay_per_channel: logarithms of the factors of a state before a token;
         /// null: all factors are 1.
-        pub decays: Input<f32>,
+        pub decays: InputPointer<f32>,
         /// (B, H, T); null: a token adds its value, and does not subtract the stored value.
-        pub betas: Input<f32>,
+        pub betas: InputPointer<f32>,
         /// (N, H, D_k, D_v), contiguous; null: zeros.
-        pub initial_states: Input<f32>,
+        pub initial_states: InputPointer<f32>,
         /// (B, H, T, D_v), elements; null: not computed.
-        pub output: Output<Elements>,
+        pub output: OutputPointer<Elements>,
         /// (N, H, D_k, D_v), contiguous; null: not stored.
-        pub final_states: Output<f32>,
+        pub final_states: OutputPointer<f32>,
         // ---- sequences ----
         /// (N + 1): the first token of each packed sequence, and T; null: each entry is one.
-        pub cumulative_tokens: Input<i32>,
+        pub cumulative_tokens: InputPointer<i32>,
         /// (N + 1): the first chunk of each packed sequence, and `chunks`.
-        pub cumulative_chunks: Input<i32>,
+        pub cumulative_chunks: InputPointer<i32>,
         // ---- scratch ----
         /// (chunks, H, TILE_WORDS): see delta_tile.cuh.
-        pub tiles: Output<f32>,
+        pub tiles: OutputPointer<f32>,
         /// (N, H), zeros before: 1 for heads that are computed token by token.
-        pub recurrent_heads: Output<i32>,
+        pub recurrent_heads: OutputPointer<i32>,
         // ---- tensors of the backward pass ----
         /// (B, H, T, D_v), elements.
-        pub output_gradient: Input<Elements>,
+        pub output_gradient: InputPointer<Elements>,
         /// (N, H, D_k, D_v), contiguous; null: zeros.
-        pub final_state_gradient: Input<f32>,
+        pub final_state_gradient: InputPointer<f32>,
         /// (B, H, T, D_k), contiguous.
-        pub query_gradient: Output<f32>,
+        pub query_gradient: OutputPointer<f32>,
         /// (B, H, T, D_k), contiguous.
-        pub key_gradient: Output<f32>,
+        pub key_gradient: OutputPointer<f32>,
         /// (B, H, T, D_v), contiguous.
-        pub value_gradient: Output<f32>,
+        pub value_gradient: OutputPointer<f32>,
         /// (B, H, T), or (B, H, T, D_k) with decay_per_channel, contiguous.
-        pub decay_gradient: Output<f32>,
+        pub decay_gradient: OutputPointer<f32>,
         /// (B, H, T), contiguous; null without betas.
-        pub beta_gradient: Output<f32>,
+        pub beta_gradient: OutputPointer<f32>,
         /// (N, H, D_k, D_v), contiguous.
-        pub initial_state_gradient: Output<f32>,
+        pub initial_state_gradient: OutputPointer<f32>,
         // ---- scratch of the backward pass ----
         /// (chunks, H, VALUE_COLUMNS, KEY_COLUMNS): transposed states before each chunk.
-        pub chunk_states: Output<f32>,
+        pub chunk_states: OutputPointer<f32>,
         /// As chunk_states: the gradients of the transposed states after each chunk.
-        pub chunk_state_gradients: Output<f32>,
+        pub chunk_state_gradients: OutputPointer<f32>,
         /// (chunks, H, CHUNK, VALUE_COLUMNS).
-        pub errors: Output<f32>,
+        pub errors: OutputPointer<f32>,
         /// As errors.
-        pub error_gradients: Output<f32>,
+        pub error_gradients: OutputPointer<f32>,
         // ---- strides, in elements ----
         /// The strides of `queries`.
         pub query_strides: RowStrides,

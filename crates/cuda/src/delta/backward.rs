@@ -3,29 +3,29 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::arguments::DeltaArguments;
-use super::call::{DeltaCall, DeltaGradients, DeltaSizes, row_strides};
+use super::call::{CudaDeltaCall, CudaDeltaGradients, DeltaSizes, row_strides};
 use super::specialization::DeltaSpecialization;
-use crate::device::{Buffer, KernelDevice, Operands, TensorLocks};
+use crate::device::{DeviceBuffer, KernelDevice, Operands, TensorLocks};
 
 /// The memory that the kernels write: the gradients and scratch.
 struct BackwardBuffers {
-    q: Buffer,
-    k: Buffer,
-    v: Buffer,
-    decay: Option<Buffer>,
-    beta: Option<Buffer>,
-    states: Buffer,
-    tiles: Buffer,
-    recurrent_heads: Buffer,
-    chunk_states: Buffer,
-    chunk_state_gradients: Buffer,
-    errors: Buffer,
-    error_gradients: Buffer,
+    q: DeviceBuffer,
+    k: DeviceBuffer,
+    v: DeviceBuffer,
+    decay: Option<DeviceBuffer>,
+    beta: Option<DeviceBuffer>,
+    states: DeviceBuffer,
+    tiles: DeviceBuffer,
+    recurrent_heads: DeviceBuffer,
+    chunk_states: DeviceBuffer,
+    chunk_state_gradients: DeviceBuffer,
+    errors: DeviceBuffer,
+    error_gradients: DeviceBuffer,
 }
 
 impl BackwardBuffers {
     fn new(
-        call: &DeltaCall,
+        call: &CudaDeltaCall,
         device: &KernelDevice,
         specialization: &DeltaSpecialization,
         sizes: &DeltaSizes,
@@ -68,14 +68,14 @@ impl BackwardBuffers {
         Ok(())
     }
 
-    fn into_gradients(self, call: &DeltaCall, sizes: &DeltaSizes) -> Result<DeltaGradients> {
+    fn into_gradients(self, call: &CudaDeltaCall, sizes: &DeltaSizes) -> Result<CudaDeltaGradients> {
         let DeltaSizes { b, t, n, d_k, d_v, .. } = *sizes;
         let h = call.heads;
-        let like = |buffer: Option<Buffer>, input: &Option<Tensor>| match (buffer, input) {
+        let like = |buffer: Option<DeviceBuffer>, input: &Option<Tensor>| match (buffer, input) {
             (Some(buffer), Some(input)) => buffer.into_tensor(input.shape()).map(Some),
             _ => Ok(None),
         };
-        Ok(DeltaGradients {
+        Ok(CudaDeltaGradients {
             q: self.q.into_tensor((b, h, t, d_k))?,
             k: self.k.into_tensor((b, h, t, d_k))?,
             v: self.v.into_tensor((b, h, t, d_v))?,
@@ -86,14 +86,14 @@ impl BackwardBuffers {
     }
 }
 
-impl DeltaCall {
+impl CudaDeltaCall {
     /// Computes the gradients of all inputs from the gradient of the output, (B, H, T, D_v) in q's dtype with
     /// contiguous rows, and from that of the states after the last tokens, (N, H, D_k, D_v), contiguous, f32, if a loss
     /// depends on them. Memory is O(T) for a head.
     ///
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or one does not compile or launch.
-    pub fn backward(&self, output_gradient: &Tensor, states_gradient: Option<&Tensor>) -> Result<DeltaGradients> {
+    pub fn backward(&self, output_gradient: &Tensor, states_gradient: Option<&Tensor>) -> Result<CudaDeltaGradients> {
         let sizes = self.sizes()?;
         self.check_gradients(&sizes, output_gradient, states_gradient)?;
         self.plan_backward()?;

@@ -30,7 +30,7 @@ const SCALES_WITH_NORM: std::ops::RangeInclusive<f64> = 1e-15..=1e15;
 /// 2^-11. H is the number of states. Heads of q, k and v may be fewer: any numbers that divide H. Head h of H reads
 /// head `h / (H / n)` of an input with n heads. Any decay is allowed. The last dimension of all tensors is contiguous.
 #[derive(Debug, Clone)]
-pub struct DeltaCall {
+pub struct CudaDeltaCall {
     /// (B, H_q, T, D_k), f32, bf16 or f16.
     pub q: Tensor,
     /// (B, H_k, T, D_k), in q's dtype.
@@ -84,7 +84,7 @@ pub struct DeltaResults {
 /// The gradients of the inputs, in f32, contiguous. The gradients of q, k and v have all H heads: where several heads
 /// read one head of an input, the caller sums over them.
 #[derive(Debug, Clone)]
-pub struct DeltaGradients {
+pub struct CudaDeltaGradients {
     /// (B, H, T, D_k).
     pub q: Tensor,
     /// (B, H, T, D_k).
@@ -121,7 +121,7 @@ pub(super) struct DeltaChunks {
     pub cumulative_chunks: Option<Tensor>,
 }
 
-impl DeltaCall {
+impl CudaDeltaCall {
     /// Returns the kernels of the forward pass. Nothing is compiled, and no tensor is read.
     ///
     /// # Errors

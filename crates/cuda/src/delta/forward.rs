@@ -2,10 +2,10 @@
 
 use candle_core::{DType, Result};
 
-use super::call::{DeltaCall, DeltaKernel, DeltaResults};
-use crate::device::{Buffer, KernelDevice, Operands, TensorLocks};
+use super::call::{CudaDeltaCall, DeltaKernel, DeltaResults};
+use crate::device::{DeviceBuffer, KernelDevice, Operands, TensorLocks};
 
-impl DeltaCall {
+impl CudaDeltaCall {
     /// Computes the attention output and the states after the last tokens.
     ///
     /// # Errors
@@ -50,6 +50,6 @@ impl DeltaCall {
 
 /// The memory between the kernels over chunks.
 struct ChunkScratch {
-    tiles: Buffer,
-    recurrent_heads: Buffer,
+    tiles: DeviceBuffer,
+    recurrent_heads: DeviceBuffer,
 }

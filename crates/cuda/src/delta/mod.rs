@@ -8,4 +8,4 @@ mod specialization;
 
 pub(crate) use specialization::{entries, program_of_options};
 
-pub use call::{DeltaCall, DeltaGradients, DeltaKernel, DeltaResults};
+pub use call::{CudaDeltaCall, CudaDeltaGradients, DeltaKernel, DeltaResults};

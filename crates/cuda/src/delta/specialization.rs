@@ -6,7 +6,7 @@ use super::arguments::{BACKWARD_STEP_WARPS, DeltaArguments, PREPARE_WARPS, STEP_
 use crate::capability::Limits;
 use crate::ci_programs::CiProgram;
 use crate::device::{Grid, Launch};
-use crate::element::Element;
+use crate::element::ElementType;
 use crate::given::Given;
 use crate::kernel_struct::KernelStruct;
 use crate::memory_layout::MemoryLayout;
@@ -25,7 +25,7 @@ const MAX_SCAN_WARPS: usize = 4;
 /// The constants of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DeltaSpecialization {
-    element: Element,
+    element: ElementType,
     d_k: usize,
     d_v: usize,
     /// The tokens of a chunk.
@@ -59,7 +59,7 @@ impl DeltaSpecialization {
         d_v: usize,
         is_backward: bool,
     ) -> Result<Self, Unsupported> {
-        let element = Element::of(dtype)?;
+        let element = ElementType::of(dtype)?;
         for (name, width) in [("queries and keys", d_k), ("values", d_v)] {
             if width == 0 || width > MAX_WIDTH {
                 return Err(Unsupported::new(format!(
@@ -348,7 +348,7 @@ pub(crate) fn program_of_options(options: &str) -> Result<Program, String> {
 /// Returns the programs that a device runs for the usual widths.
 pub(crate) fn entries(limits: &Limits) -> Vec<CiProgram> {
     let mut entries = Vec::new();
-    for element in Element::ALL {
+    for element in ElementType::ALL {
         for (d_k, d_v) in [(64, 64), (128, 128), (256, 256), (75, 33)] {
             for is_backward in [false, true] {
                 let Ok(own) = DeltaSpecialization::choose(limits, element.dtype(), d_k, d_v, is_backward) else {

@@ -5,12 +5,12 @@ use candle_core::{CpuStorage, DType, Result, Shape, Storage, Tensor, bail};
 use half::{bf16, f16};
 
 /// Memory that a launch writes: a result or scratch.
-pub(crate) struct Buffer {
+pub(crate) struct DeviceBuffer {
     storage: Storage,
     count: usize,
 }
 
-impl Buffer {
+impl DeviceBuffer {
     pub(super) fn new(storage: Storage, count: usize) -> Self {
         Self { storage, count }
     }
@@ -38,17 +38,17 @@ impl Buffer {
 }
 
 /// Allocates zeros on the CPU.
-pub(super) fn zeros(dtype: DType, count: usize) -> Result<Buffer> {
+pub(super) fn zeros(dtype: DType, count: usize) -> Result<DeviceBuffer> {
     filled(dtype, count, 0.0, 0)
 }
 
 /// Allocates memory on the CPU with numbers that no result may depend on: NaN, and an index of nothing.
-pub(super) fn poisoned(dtype: DType, count: usize) -> Result<Buffer> {
+pub(super) fn poisoned(dtype: DType, count: usize) -> Result<DeviceBuffer> {
     filled(dtype, count, f32::NAN, -0x5555_5556)
 }
 
 /// Allocates memory on the CPU with copies of a number.
-fn filled(dtype: DType, count: usize, float: f32, integer: i32) -> Result<Buffer> {
+fn filled(dtype: DType, count: usize, float: f32, integer: i32) -> Result<DeviceBuffer> {
     let storage = match dtype {
         DType::F32 => CpuStorage::F32(vec![float; count]),
         DType::F16 => CpuStorage::F16(vec![f16::from_f32(float); count]),
@@ -57,5 +57,5 @@ fn filled(dtype: DType, count: usize, float: f32, integer: i32) -> Result<Buffer
         DType::U8 => CpuStorage::U8(vec![integer as u8; count]),
         other => bail!("kernels write no {other:?}"),
     };
-    Ok(Buffer::new(Storage::Cpu(storage), count))
+    Ok(DeviceBuffer::new(Storage::Cpu(storage), count))
 }

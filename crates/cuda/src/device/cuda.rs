@@ -14,7 +14,7 @@ use candle_core::cuda_backend::{CudaDType, CudaStorageSlice, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, bail};
 use half::{bf16, f16};
 
-use super::Buffer;
+use super::DeviceBuffer;
 use super::launch::{KernelArguments, Launch};
 use super::programs::{LoadResult, Programs};
 use crate::capability::{Capability, Limits};
@@ -122,17 +122,17 @@ impl CudaRunner {
     }
 
     /// Allocates memory whose content is undefined.
-    pub fn uninitialized(&self, dtype: DType, count: usize) -> Result<Buffer> {
+    pub fn uninitialized(&self, dtype: DType, count: usize) -> Result<DeviceBuffer> {
         // SAFETY: kernels write the memory before they or others read it.
         self.allocate(dtype, count, Memory { is_zero: false })
     }
 
     /// Allocates zeros.
-    pub fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
+    pub fn zeros(&self, dtype: DType, count: usize) -> Result<DeviceBuffer> {
         self.allocate(dtype, count, Memory { is_zero: true })
     }
 
-    fn allocate(&self, dtype: DType, count: usize, memory: Memory) -> Result<Buffer> {
+    fn allocate(&self, dtype: DType, count: usize, memory: Memory) -> Result<DeviceBuffer> {
         let storage = match dtype {
             DType::F32 => memory.of::<f32>(&self.device, count)?,
             DType::F16 => memory.of::<f16>(&self.device, count)?,
@@ -141,7 +141,7 @@ impl CudaRunner {
             DType::U8 => memory.of::<u8>(&self.device, count)?,
             other => bail!("kernels write no {other:?}"),
         };
-        Ok(Buffer::new(Storage::Cuda(storage), count))
+        Ok(DeviceBuffer::new(Storage::Cuda(storage), count))
     }
 
     /// Returns a compiled program.
@@ -219,7 +219,7 @@ impl CudaRunner {
             block_dim: (launch.threads as u32, 1, 1),
             shared_mem_bytes: launch.shared_bytes as u32,
         };
-        let parameter = Parameter(*arguments);
+        let parameter = KernelArgument(*arguments);
         let mut builder = self.stream.launch_builder(&function);
         builder.arg(&parameter);
         // SAFETY: the kernel has one argument of this type, whose implementor promises that addresses and sizes fit;
@@ -252,10 +252,10 @@ impl Memory {
 
 /// An argument of a kernel by value.
 #[repr(transparent)]
-struct Parameter<A>(A);
+struct KernelArgument<A>(A);
 
 // SAFETY: a kernel's argument is a C struct of numbers.
-unsafe impl<A: KernelArguments> DeviceRepr for Parameter<A> {}
+unsafe impl<A: KernelArguments> DeviceRepr for KernelArgument<A> {}
 
 impl ContextPrograms {
     fn new(context: &Arc<CudaContext>) -> std::result::Result<Self, Failure> {

@@ -16,7 +16,7 @@ use super::launch::{KernelArguments, Launch, launches_of_thread};
 use super::programs::{LoadResult, Programs};
 use crate::failure::Failure;
 use crate::hash::Fnv;
-use crate::kernel_struct::Header;
+use crate::kernel_struct::StructHeader;
 use crate::program::Program;
 use crate::unsupported::Unsupported;
 
@@ -31,7 +31,7 @@ pub(crate) struct Region {
 }
 
 /// The functions that `emulator/library.cpp` exports.
-struct Functions {
+struct EmulatorFunctions {
     launch: unsafe extern "C" fn(*const c_char, u64, u32, u32, *const c_void, u32) -> c_int,
     add_buffer: unsafe extern "C" fn(*const c_void, usize, *const c_char, c_int),
     clear_buffers: unsafe extern "C" fn(),
@@ -40,7 +40,7 @@ struct Functions {
 
 /// The library of a program.
 pub(crate) struct EmulatedProgram {
-    functions: Functions,
+    functions: EmulatorFunctions,
     /// The functions are in its memory.
     _library: Library,
 }
@@ -91,7 +91,7 @@ impl EmulatedProgram {
         // runs no code.
         unsafe {
             let library = Library::new(path).map_err(Error::wrap)?;
-            let functions = Functions {
+            let functions = EmulatorFunctions {
                 launch: *library.get(b"emulator_launch\0").map_err(Error::wrap)?,
                 add_buffer: *library.get(b"emulator_add_buffer\0").map_err(Error::wrap)?,
                 clear_buffers: *library.get(b"emulator_clear_buffers\0").map_err(Error::wrap)?,
@@ -113,7 +113,7 @@ impl EmulatedProgram {
         arguments: &A,
     ) -> Result<()> {
         let _machine = MACHINE.lock().unwrap_or_else(PoisonError::into_inner);
-        let Functions { launch: run, add_buffer, clear_buffers, error } = &self.functions;
+        let EmulatorFunctions { launch: run, add_buffer, clear_buffers, error } = &self.functions;
         let name = CString::new(launch.kernel).map_err(Error::wrap)?;
         // The launches of a thread run in each of the three orders in turn.
         let order = (launches_of_thread() % 3) as u32;
@@ -182,7 +182,7 @@ fn build(program: &Program) -> Result<PathBuf> {
 }
 
 /// Writes headers into a folder that has only these, unless they are there, and returns it.
-fn write_headers(headers: &[Header]) -> Result<PathBuf> {
+fn write_headers(headers: &[StructHeader]) -> Result<PathBuf> {
     // Threads of a process share the names of temporary files.
     static LOCK: Mutex<()> = Mutex::new(());
     let _one_at_a_time = LOCK.lock().unwrap_or_else(PoisonError::into_inner);

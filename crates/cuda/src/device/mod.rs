@@ -13,7 +13,7 @@ mod programs;
 
 use candle_core::{DType, Device};
 
-pub(crate) use buffer::Buffer;
+pub(crate) use buffer::DeviceBuffer;
 #[cfg(feature = "emulator")]
 pub use emulator::without_programs;
 pub use launch::launches_of_thread;
@@ -79,7 +79,7 @@ impl KernelDevice {
     }
 
     /// Allocates memory whose content is undefined.
-    pub fn uninitialized(&self, dtype: DType, count: usize) -> candle_core::Result<Buffer> {
+    pub fn uninitialized(&self, dtype: DType, count: usize) -> candle_core::Result<DeviceBuffer> {
         match self {
             Self::Emulator => buffer::poisoned(dtype, count),
             #[cfg(feature = "cuda")]
@@ -88,7 +88,7 @@ impl KernelDevice {
     }
 
     /// Allocates zeros.
-    pub fn zeros(&self, dtype: DType, count: usize) -> candle_core::Result<Buffer> {
+    pub fn zeros(&self, dtype: DType, count: usize) -> candle_core::Result<DeviceBuffer> {
         match self {
             Self::Emulator => buffer::zeros(dtype, count),
             #[cfg(feature = "cuda")]

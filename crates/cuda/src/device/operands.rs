@@ -5,8 +5,8 @@ use std::cell::OnceCell;
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, StorageRef, Tensor, bail};
 
 use super::launch::{KernelArguments, Launch, count_launch};
-use super::{Buffer, KernelDevice, LoadedProgram};
-use crate::kernel_pointers::{Input, Output, Pointee};
+use super::{DeviceBuffer, KernelDevice, LoadedProgram};
+use crate::kernel_pointers::{InputPointer, OutputPointer, Pointee};
 
 /// The locks on the storages of tensors that launches read: a list that grows while its entries are borrowed.
 #[derive(Default)]
@@ -63,7 +63,7 @@ impl<'a, 't> Operands<'a, 't> {
     ///
     /// # Errors
     /// If it is on another device, or has another dtype than the kernels read there.
-    pub fn input<T: Pointee>(&mut self, name: &'static str, tensor: &'t Tensor) -> Result<Input<T>> {
+    pub fn input<T: Pointee>(&mut self, name: &'static str, tensor: &'t Tensor) -> Result<InputPointer<T>> {
         check_dtype::<T>(name, tensor.dtype())?;
         let lock = self.locks.lock(tensor);
         let bytes_before = lock.layout.start_offset() * tensor.dtype().size_in_bytes();
@@ -78,17 +78,21 @@ impl<'a, 't> Operands<'a, 't> {
             }
             _ => bail!("{name} is on another device than the queries"),
         };
-        Ok(Input::new(start + bytes_before as u64))
+        Ok(InputPointer::new(start + bytes_before as u64))
     }
 
     /// Adds a tensor if there is one, and returns its address or null.
     ///
     /// # Errors
     /// As [`input`](Self::input).
-    pub fn optional_input<T: Pointee>(&mut self, name: &'static str, tensor: Option<&'t Tensor>) -> Result<Input<T>> {
+    pub fn optional_input<T: Pointee>(
+        &mut self,
+        name: &'static str,
+        tensor: Option<&'t Tensor>,
+    ) -> Result<InputPointer<T>> {
         match tensor {
             Some(tensor) => self.input(name, tensor),
-            None => Ok(Input::new(0)),
+            None => Ok(InputPointer::new(0)),
         }
     }
 
@@ -99,11 +103,11 @@ impl<'a, 't> Operands<'a, 't> {
     pub fn optional_output<T: Pointee>(
         &mut self,
         name: &'static str,
-        buffer: Option<&'a mut Buffer>,
-    ) -> Result<Output<T>> {
+        buffer: Option<&'a mut DeviceBuffer>,
+    ) -> Result<OutputPointer<T>> {
         match buffer {
             Some(buffer) => self.output(name, buffer),
-            None => Ok(Output::new(0)),
+            None => Ok(OutputPointer::new(0)),
         }
     }
 
@@ -111,7 +115,7 @@ impl<'a, 't> Operands<'a, 't> {
     ///
     /// # Errors
     /// If it is on another device, or has another dtype than the kernels write there.
-    pub fn output<T: Pointee>(&mut self, name: &'static str, buffer: &'a mut Buffer) -> Result<Output<T>> {
+    pub fn output<T: Pointee>(&mut self, name: &'static str, buffer: &'a mut DeviceBuffer) -> Result<OutputPointer<T>> {
         let storage = buffer.storage_mut();
         check_dtype::<T>(name, storage.dtype())?;
         let address = match (self.device, storage) {
@@ -125,7 +129,7 @@ impl<'a, 't> Operands<'a, 't> {
             }
             _ => bail!("{name} is on another device than the queries"),
         };
-        Ok(Output::new(address))
+        Ok(OutputPointer::new(address))
     }
 
     /// Ends the use of the memory, after the last launch.

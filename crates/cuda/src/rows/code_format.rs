@@ -7,9 +7,9 @@ use crate::program::Define;
 
 /// The constants of programs for weights of codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct CodeFormat {
+pub(super) struct CodeConstants {
     pub(super) bits: usize,
-    pub(super) values: Values,
+    pub(super) values: ValueKind,
     /// The columns of a group; 0 for all columns of a row.
     pub(super) group: usize,
     pub(super) scales: NumbersFormat,
@@ -19,7 +19,7 @@ pub(super) struct CodeFormat {
 
 /// The numbers of codes: the constants VALUES_.. of `code_numbers.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Values {
+pub(super) enum ValueKind {
     Signed = 0,
     Zeros = 1,
     Minimums = 2,
@@ -30,7 +30,7 @@ pub(super) enum Values {
 
 /// The kind of the numbers of groups: the constants NUMBERS_.. of `code_numbers.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum NumberKind {
     F16 = 0,
     Bf16 = 1,
     F32 = 2,
@@ -42,20 +42,20 @@ pub(super) enum Kind {
 /// The numbers of groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NumbersFormat {
-    pub(super) kind: Kind,
+    pub(super) kind: NumberKind,
     /// The groups that share a factor of nested numbers, and 1 for others.
     pub(super) nest: usize,
 }
 
-impl CodeFormat {
+impl CodeConstants {
     pub(super) fn of(weight: &CodedWeight) -> Self {
         let values = match weight.values() {
-            CodedValues::Signed => Values::Signed,
-            CodedValues::Zeros(_) => Values::Zeros,
-            CodedValues::Minimums(_) => Values::Minimums,
-            CodedValues::Table(_) => Values::Table,
-            CodedValues::E4M3 => Values::E4M3,
-            CodedValues::E5M2 => Values::E5M2,
+            CodedValues::Signed => ValueKind::Signed,
+            CodedValues::Zeros(_) => ValueKind::Zeros,
+            CodedValues::Minimums(_) => ValueKind::Minimums,
+            CodedValues::Table(_) => ValueKind::Table,
+            CodedValues::E4M3 => ValueKind::E4M3,
+            CodedValues::E5M2 => ValueKind::E5M2,
         };
         Self {
             bits: weight.bits(),
@@ -92,19 +92,19 @@ impl NumbersFormat {
     fn of(numbers: &CodedNumbers) -> Self {
         match numbers {
             CodedNumbers::Floats(floats) => Self::plain(match floats.dtype() {
-                DType::F16 => Kind::F16,
-                DType::BF16 => Kind::Bf16,
-                _ => Kind::F32,
+                DType::F16 => NumberKind::F16,
+                DType::BF16 => NumberKind::Bf16,
+                _ => NumberKind::F32,
             }),
-            CodedNumbers::Whole(_) => Self::plain(Kind::Whole),
-            CodedNumbers::Bytes { .. } => Self::plain(Kind::Bytes),
+            CodedNumbers::Whole(_) => Self::plain(NumberKind::Whole),
+            CodedNumbers::Bytes { .. } => Self::plain(NumberKind::Bytes),
             CodedNumbers::Nested { numbers, factors, .. } => {
-                Self { kind: Kind::Nested, nest: numbers.dims()[1] / factors.dims()[1] }
+                Self { kind: NumberKind::Nested, nest: numbers.dims()[1] / factors.dims()[1] }
             }
         }
     }
 
-    pub(super) fn plain(kind: Kind) -> Self {
+    pub(super) fn plain(kind: NumberKind) -> Self {
         Self { kind, nest: 1 }
     }
 }

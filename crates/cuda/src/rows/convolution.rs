@@ -5,8 +5,8 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 use super::outline::{self, RowsCall, Run};
 use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
-use crate::element::Element;
-use crate::kernel_pointers::{Elements, Input, Output};
+use crate::element::ElementType;
+use crate::kernel_pointers::{Elements, InputPointer, OutputPointer};
 use crate::kernel_struct::kernel_struct;
 use crate::program::{Define, KernelShape};
 use crate::unsupported::Unsupported;
@@ -71,27 +71,27 @@ kernel_struct! {
     pub(super) struct ConvolutionArguments {
         // ---- tensors ----
         /// (B, T, C), elements.
-        inputs: Input<Elements>,
+        inputs: InputPointer<Elements>,
         /// (K, C): the last one is of a token's own input.
-        taps: Input<f32>,
+        taps: InputPointer<f32>,
         /// (B, K - 1, C), elements: the inputs before the first token; null: zeros.
-        state: Input<Elements>,
+        state: InputPointer<Elements>,
         /// (B, T, C), elements, contiguous.
-        output: Output<Elements>,
+        output: OutputPointer<Elements>,
         /// (B, K - 1, C), elements: the last inputs; null: not stored.
-        next_state: Output<Elements>,
+        next_state: OutputPointer<Elements>,
         // ---- sequences ----
         /// (sequences + 1): the first token of each packed sequence, and T. May be null.
-        cumulative_tokens: Input<i32>,
+        cumulative_tokens: InputPointer<i32>,
         // ---- tensors of the backward pass ----
         /// (B, T, C), elements.
-        output_gradient: Input<Elements>,
+        output_gradient: InputPointer<Elements>,
         /// (B, T, C), elements, contiguous.
-        input_gradient: Output<Elements>,
+        input_gradient: OutputPointer<Elements>,
         /// (B * ceil(T / CONVOLUTION_TOKENS), K, C).
-        tap_gradient_parts: Output<f32>,
+        tap_gradient_parts: OutputPointer<f32>,
         /// (K, C), contiguous.
-        tap_gradient: Output<f32>,
+        tap_gradient: OutputPointer<f32>,
         // ---- strides, in elements; the last dimension of all tensors is contiguous ----
         /// From an entry of `inputs` to the next one.
         input_entry_stride: i64,
@@ -304,7 +304,7 @@ fn constants(width: usize) -> Vec<Define> {
 /// Returns the programs of the usual number of taps.
 pub(super) fn entries() -> Vec<CiProgram> {
     let mut entries = Vec::new();
-    for element in Element::ALL {
+    for element in ElementType::ALL {
         let name = format!("convolution {} k4", element.name());
         let program = outline::program::<ConvolutionCall>(element, constants(4));
         entries.push(CiProgram::new(&program, name, true, vec![FORWARD, BACKWARD, SUM]));

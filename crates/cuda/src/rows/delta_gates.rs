@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::outline::{self, RowsCall, Run};
 use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, TensorLocks};
-use crate::kernel_pointers::{Elements, Input, Output};
+use crate::kernel_pointers::{Elements, InputPointer, OutputPointer};
 use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
@@ -56,17 +56,17 @@ kernel_struct! {
     pub(super) struct DeltaGatesArguments {
         // ---- tensors ----
         /// (B, T, H), elements: projected inputs.
-        beta_inputs: Input<Elements>,
+        beta_inputs: InputPointer<Elements>,
         /// (B, T, H * W), elements: projected inputs.
-        decay_inputs: Input<Elements>,
+        decay_inputs: InputPointer<Elements>,
         /// (H * W), which are added to decay_inputs.
-        biases: Input<f32>,
+        biases: InputPointer<f32>,
         /// (H): `A_log`.
-        log_rates: Input<f32>,
+        log_rates: InputPointer<f32>,
         /// (B, T, H), contiguous.
-        betas: Output<f32>,
+        betas: OutputPointer<f32>,
         /// (B, T, H, W), contiguous: logarithms of the factors of a state.
-        decays: Output<f32>,
+        decays: OutputPointer<f32>,
         // ---- strides, in elements; the last dimension of all tensors is contiguous ----
         /// From an entry of `beta_inputs` to the next one.
         beta_entry_stride: i64,

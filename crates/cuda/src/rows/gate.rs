@@ -7,7 +7,7 @@ use super::outline::{self, RowsCall, Run};
 use super::{RowsShape, row_strides};
 use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
-use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
+use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, RowStrides};
 use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
@@ -66,18 +66,18 @@ kernel_struct! {
     pub(super) struct GateArguments {
         // ---- tensors ----
         /// (B, T, H, G), elements, before the activation.
-        gates: Input<Elements>,
+        gates: InputPointer<Elements>,
         /// (B, T, H, D), elements.
-        values: Input<Elements>,
+        values: InputPointer<Elements>,
         /// (B, T, H, D), elements, contiguous.
-        output: Output<Elements>,
+        output: OutputPointer<Elements>,
         // ---- tensors of the backward pass ----
         /// (B, T, H, D), elements.
-        output_gradient: Input<Elements>,
+        output_gradient: InputPointer<Elements>,
         /// (B, T, H, G), elements, contiguous.
-        gate_gradient: Output<Elements>,
+        gate_gradient: OutputPointer<Elements>,
         /// (B, T, H, D), elements, contiguous.
-        value_gradient: Output<Elements>,
+        value_gradient: OutputPointer<Elements>,
         // ---- strides, in elements ----
         /// The strides of `gates`.
         gate_strides: RowStrides,

@@ -7,8 +7,8 @@ use super::outline::{self, RowsCall, Run};
 use super::{RowsShape, row_strides};
 use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
-use crate::element::Element;
-use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
+use crate::element::ElementType;
+use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, RowStrides};
 use crate::kernel_struct::kernel_struct;
 use crate::program::{Define, KernelShape};
 use crate::unsupported::Unsupported;
@@ -60,24 +60,24 @@ kernel_struct! {
     pub(super) struct GatedNormArguments {
         // ---- tensors ----
         /// (B, T, H, D), elements.
-        inputs: Input<Elements>,
+        inputs: InputPointer<Elements>,
         /// (B, T, H, D), elements, before the activation.
-        gates: Input<Elements>,
+        gates: InputPointer<Elements>,
         /// (D), or (H, D).
-        weights: Input<f32>,
+        weights: InputPointer<f32>,
         /// (B, T, H, D), elements, contiguous.
-        output: Output<Elements>,
+        output: OutputPointer<Elements>,
         // ---- tensors of the backward pass ----
         /// (B, T, H, D), elements.
-        output_gradient: Input<Elements>,
+        output_gradient: InputPointer<Elements>,
         /// (B, T, H, D), elements, contiguous.
-        input_gradient: Output<Elements>,
+        input_gradient: OutputPointer<Elements>,
         /// (B, T, H, D), elements, contiguous. May be null.
-        gate_gradient: Output<Elements>,
+        gate_gradient: OutputPointer<Elements>,
         /// (parts, H, D).
-        weight_gradient_parts: Output<f32>,
+        weight_gradient_parts: OutputPointer<f32>,
         /// As weights. May be null.
-        weight_gradient: Output<f32>,
+        weight_gradient: OutputPointer<f32>,
         // ---- strides, in elements ----
         /// The strides of `inputs`.
         input_strides: RowStrides,
@@ -236,7 +236,7 @@ fn constants(width: usize) -> Vec<Define> {
 /// Returns the programs of the usual sizes of rows.
 pub(super) fn entries() -> Vec<CiProgram> {
     let mut entries = Vec::new();
-    for element in Element::ALL {
+    for element in ElementType::ALL {
         for width in [64, 128, 256] {
             let shape = RowsShape { b: 1, t: 1, h: 1, d: width };
             let kernels = vec![forward_launch(shape).kernel_shape(), backward_launch(shape).kernel_shape(), SUM];

@@ -6,8 +6,8 @@ use super::activation::Activation;
 use super::outline::{self, RowsCall, Run};
 use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
-use crate::element::Element;
-use crate::kernel_pointers::{Elements, Input, Output};
+use crate::element::ElementType;
+use crate::kernel_pointers::{Elements, InputPointer, OutputPointer};
 use crate::kernel_struct::kernel_struct;
 use crate::program::{Define, KernelShape};
 use crate::unsupported::Unsupported;
@@ -61,7 +61,7 @@ pub(super) struct LinearShape {
     outputs: usize,
     /// The pairs of products that warps compute.
     pairs: usize,
-    element: Element,
+    element: ElementType,
 }
 
 kernel_struct! {
@@ -72,19 +72,19 @@ kernel_struct! {
     pub(super) struct LinearRowsArguments {
         // ---- tensors, all of elements ----
         /// (M, K).
-        pub inputs: Input<Elements>,
+        pub inputs: InputPointer<Elements>,
         /// (N, K).
-        pub weights: Input<Elements>,
+        pub weights: InputPointer<Elements>,
         /// (N). May be null.
-        pub biases: Input<Elements>,
+        pub biases: InputPointer<Elements>,
         /// (N, K): the factors of the activated outputs are another product. May be null.
-        pub up_weights: Input<Elements>,
+        pub up_weights: InputPointer<Elements>,
         /// (N). May be null.
-        pub up_biases: Input<Elements>,
+        pub up_biases: InputPointer<Elements>,
         /// (M, N), added to the outputs. May be null.
-        pub residuals: Input<Elements>,
+        pub residuals: InputPointer<Elements>,
         /// (M, N).
-        pub output: Output<Elements>,
+        pub output: OutputPointer<Elements>,
         // ---- sizes ----
         /// From 1 to LINEAR_ROWS.
         pub rows: i32,
@@ -122,7 +122,7 @@ impl RowsCall for LinearRowsCall {
     }
 
     fn shape(&self) -> std::result::Result<LinearShape, Unsupported> {
-        let element = Element::of(self.xs.dtype())?;
+        let element = ElementType::of(self.xs.dtype())?;
         let unsupported = |what: &str, tensor: &Tensor| {
             Err(Unsupported::new(format!("{what} has the shape {:?}, which no kernel takes", tensor.dims())))
         };
@@ -264,7 +264,7 @@ fn kernel(rows: usize) -> KernelShape {
 /// Returns the programs of all element types and numbers of rows.
 pub(super) fn entries() -> Vec<CiProgram> {
     let mut entries = Vec::new();
-    for element in Element::ALL {
+    for element in ElementType::ALL {
         for rows in ROWS {
             let name = format!("linear rows {}, {rows}", element.name());
             let is_quick = rows == 1 || rows == LinearRowsCall::MAX_ROWS;
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn linear_rows_divide_columns_until_warps_occupy_a_device() {
         let warps = |pairs: usize, width: usize| {
-            LinearShape { rows: 1, width, outputs: pairs, pairs, element: Element::Bf16 }.product_warps()
+            LinearShape { rows: 1, width, outputs: pairs, pairs, element: ElementType::Bf16 }.product_warps()
         };
         assert_eq!(warps(16_000, 2048), 1);
         assert_eq!(warps(1024, 2048), 4);

@@ -3,14 +3,14 @@
 use candle_core::{DType, Result, Storage, Tensor, bail};
 
 use super::activation::Activation;
-use super::code_format::CodeFormat;
+use super::code_format::CodeConstants;
 use super::coded_weight::{CodedNumbers, CodedValues, CodedWeight};
 use super::linear::{
     LINEAR_NO_ACTIVATION, LINEAR_WARPS, LinearRowsArguments, LinearRowsCall, MAX_SIZE, product_warps, sums_bytes,
 };
 use super::outline::{self, RowsCall, Run};
 use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
-use crate::kernel_pointers::{Elements, Input};
+use crate::kernel_pointers::{Elements, InputPointer};
 use crate::kernel_struct::kernel_struct;
 use crate::program::{Define, KernelShape};
 use crate::unsupported::Unsupported;
@@ -64,16 +64,16 @@ pub(super) struct CodesShape {
     outputs: usize,
     /// The pairs of products that warps compute.
     pairs: usize,
-    format: CodeFormat,
+    format: CodeConstants,
 }
 
 kernel_struct! {
     /// A number for each group of each row of a weight, (N, groups).
-    struct GroupNumbers {
+    struct GroupPointers {
         /// f16, bf16, f32 or bytes. May be null.
-        numbers: Input<Elements>,
+        numbers: InputPointer<Elements>,
         /// 256 floats for bytes of a table, or factors in f16 of nested numbers. May be null.
-        table: Input<Elements>,
+        table: InputPointer<Elements>,
         /// The number that is subtracted from nested numbers first.
         middle: i32,
         /// Nothing: the structs have no padding.
@@ -85,13 +85,13 @@ kernel_struct! {
     /// A weight of codes but their lower bits.
     struct WeightCodes {
         /// The upper bits of codes of 3, 5 and 6 bits. May be null.
-        high: Input<u32>,
+        high: InputPointer<u32>,
         /// The 16 numbers of codes of up to 4 bits. May be null.
-        code_table: Input<f32>,
+        code_table: InputPointer<f32>,
         /// The scales.
-        scales: GroupNumbers,
+        scales: GroupPointers,
         /// The zeros or the minimums.
-        offsets: GroupNumbers,
+        offsets: GroupPointers,
         /// The groups of a row.
         groups: i32,
         /// Nothing: the structs have no padding.
@@ -130,7 +130,7 @@ impl RowsCall for LinearCodesCall {
 
     fn shape(&self) -> std::result::Result<CodesShape, Unsupported> {
         let weight = &self.linear.weight;
-        let (outputs, width, format) = (weight.outputs(), weight.inputs(), CodeFormat::of(weight));
+        let (outputs, width, format) = (weight.outputs(), weight.inputs(), CodeConstants::of(weight));
         let &[rows, _] = self.xs.dims() else {
             return Err(Unsupported::new(format!("the input has the shape {:?}, expected (M, K)", self.xs.dims())));
         };
@@ -138,7 +138,7 @@ impl RowsCall for LinearCodesCall {
             return Err(Unsupported::new(format!("no kernel multiplies {rows} rows by a weight ({outputs}, {width})")));
         }
         if let Some(up) = &self.up
-            && CodeFormat::of(&up.weight) != format
+            && CodeConstants::of(&up.weight) != format
         {
             return Err(Unsupported::new("the weight of the gate and the one of its factor have different formats"));
         }
@@ -255,7 +255,7 @@ impl RowsCall for DequantizeCall {
         if !is_supported_size(outputs, width) {
             return Err(Unsupported::new(format!("no kernel computes the numbers of a weight ({outputs}, {width})")));
         }
-        let shape = CodesShape { rows: 1, width, outputs, pairs: 0, format: CodeFormat::of(&self.weight) };
+        let shape = CodesShape { rows: 1, width, outputs, pairs: 0, format: CodeConstants::of(&self.weight) };
         shape.dequantize_launch().check()?;
         Ok(shape)
     }
@@ -334,7 +334,7 @@ fn weight_codes<'t>(weight: &'t CodedWeight, operands: &mut Operands<'_, 't>) ->
     };
     let offsets = match weight.offsets() {
         Some(offsets) => group_numbers(offsets, operands)?,
-        None => GroupNumbers::default(),
+        None => GroupPointers::default(),
     };
     Ok(WeightCodes {
         high: operands.optional_input("upper_bits", weight.high())?,
@@ -346,8 +346,8 @@ fn weight_codes<'t>(weight: &'t CodedWeight, operands: &mut Operands<'_, 't>) ->
     })
 }
 
-fn group_numbers<'t>(numbers: &'t CodedNumbers, operands: &mut Operands<'_, 't>) -> Result<GroupNumbers> {
-    Ok(GroupNumbers {
+fn group_numbers<'t>(numbers: &'t CodedNumbers, operands: &mut Operands<'_, 't>) -> Result<GroupPointers> {
+    Ok(GroupPointers {
         numbers: operands.input("numbers", numbers.numbers())?,
         table: operands.optional_input("table", numbers.table())?,
         middle: numbers.middle().into(),
@@ -356,7 +356,7 @@ fn group_numbers<'t>(numbers: &'t CodedNumbers, operands: &mut Operands<'_, 't>)
 }
 
 /// Returns the constants of the program for at most `rows` rows.
-pub(super) fn constants(rows: usize, format: &CodeFormat) -> Vec<Define> {
+pub(super) fn constants(rows: usize, format: &CodeConstants) -> Vec<Define> {
     let mut constants = vec![Define { name: "LINEAR_ROWS", value: rows as i64 }];
     constants.extend(format.defines());
     constants

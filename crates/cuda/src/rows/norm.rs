@@ -5,8 +5,8 @@ use candle_core::{DType, Result, Storage, Tensor};
 use super::outline::{self, RowsCall, Run};
 use super::{RowsShape, row_strides};
 use crate::ci_programs::CiProgram;
-use crate::device::{Buffer, Grid, KernelArguments, Launch, Operands, TensorLocks};
-use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
+use crate::device::{DeviceBuffer, Grid, KernelArguments, Launch, Operands, TensorLocks};
+use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, RowStrides};
 use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
@@ -78,30 +78,30 @@ kernel_struct! {
     pub(super) struct NormArguments {
         // ---- tensors ----
         /// (B, T, H, D), elements.
-        inputs: Input<Elements>,
+        inputs: InputPointer<Elements>,
         /// (D), or (H, D).
-        weights: Input<f32>,
+        weights: InputPointer<f32>,
         /// As weights. May be null.
-        biases: Input<f32>,
+        biases: InputPointer<f32>,
         /// (B, T, H, D), elements, contiguous.
-        output: Output<Elements>,
+        output: OutputPointer<Elements>,
         // ---- tensors of the backward pass ----
         /// (B, T, H, D), elements.
-        output_gradient: Input<Elements>,
+        output_gradient: InputPointer<Elements>,
         /// (B, T, H, D), elements, contiguous.
-        input_gradient: Output<Elements>,
+        input_gradient: OutputPointer<Elements>,
         /// (B, T, H): the mean of each row, 0 without subtracts_mean.
-        means: Output<f32>,
+        means: OutputPointer<f32>,
         /// (B, T, H): 1 / sqrt(variance + epsilon).
-        factors: Output<f32>,
+        factors: OutputPointer<f32>,
         /// (parts, number of weights).
-        weight_gradient_parts: Output<f32>,
+        weight_gradient_parts: OutputPointer<f32>,
         /// As weight_gradient_parts. May be null.
-        bias_gradient_parts: Output<f32>,
+        bias_gradient_parts: OutputPointer<f32>,
         /// As weights.
-        weight_gradient: Output<f32>,
+        weight_gradient: OutputPointer<f32>,
         /// As weights. May be null.
-        bias_gradient: Output<f32>,
+        bias_gradient: OutputPointer<f32>,
         // ---- strides, in elements ----
         /// The strides of `inputs`.
         input_strides: RowStrides,
@@ -273,7 +273,7 @@ impl NormCall {
 }
 
 /// Allocates floats if `is_wanted`.
-fn allocate_if(is_wanted: bool, run: &Run<NormCall>, count: usize) -> Result<Option<Buffer>> {
+fn allocate_if(is_wanted: bool, run: &Run<NormCall>, count: usize) -> Result<Option<DeviceBuffer>> {
     if is_wanted { run.allocate(DType::F32, count).map(Some) } else { Ok(None) }
 }
 

@@ -3,8 +3,8 @@
 use candle_core::{DType, Tensor, bail};
 
 use crate::ci_programs::CiProgram;
-use crate::device::{Buffer, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, TensorLocks};
-use crate::element::Element;
+use crate::device::{DeviceBuffer, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, TensorLocks};
+use crate::element::ElementType;
 use crate::kernel_struct::KernelStruct;
 use crate::program::{Define, KernelShape, Program};
 use crate::unsupported::Unsupported;
@@ -82,7 +82,7 @@ pub(super) trait RowsCall {
 }
 
 /// Returns the program of a call's kernels for an element type.
-pub(super) fn program<C: RowsCall>(element: Element, constants: Vec<Define>) -> Program {
+pub(super) fn program<C: RowsCall>(element: ElementType, constants: Vec<Define>) -> Program {
     let mut defines = vec![element.define()];
     defines.extend(constants);
     Program { root: C::SOURCE, arguments: <C::Arguments as KernelStruct>::DEFINITION, defines }
@@ -91,7 +91,7 @@ pub(super) fn program<C: RowsCall>(element: Element, constants: Vec<Define>) -> 
 /// Returns the programs of kernels without other constants, for all element types.
 pub(super) fn entries_of<C: RowsCall>(name: &str, kernels: &[KernelShape]) -> Vec<CiProgram> {
     let mut entries = Vec::new();
-    for element in Element::ALL {
+    for element in ElementType::ALL {
         let program = program::<C>(element, Vec::new());
         entries.push(CiProgram::new(&program, format!("{name} {}", element.name()), true, kernels.to_vec()));
     }
@@ -99,16 +99,16 @@ pub(super) fn entries_of<C: RowsCall>(name: &str, kernels: &[KernelShape]) -> Ve
 }
 
 /// The device and the dimensions of a call, and the program that computes it.
-struct Choice<C: RowsCall> {
+struct ChosenProgram<C: RowsCall> {
     device: KernelDevice,
     shape: C::Shape,
     program: Program,
 }
 
-impl<C: RowsCall> Choice<C> {
+impl<C: RowsCall> ChosenProgram<C> {
     fn of(call: &C) -> Result<Self, Unsupported> {
         let device = KernelDevice::of(call.elements().device())?;
-        let element = Element::of(call.dtype())?;
+        let element = ElementType::of(call.dtype())?;
         let shape = call.shape()?;
         Ok(Self { device, shape, program: program::<C>(element, C::constants(shape)) })
     }
@@ -119,7 +119,7 @@ impl<C: RowsCall> Choice<C> {
 /// # Errors
 /// If they do not: the sentence says why.
 pub(super) fn plan<C: RowsCall>(call: &C) -> Result<(), Unsupported> {
-    let Choice { device, program, .. } = Choice::of(call)?;
+    let ChosenProgram { device, program, .. } = ChosenProgram::of(call)?;
     device.prepare(&program)
 }
 
@@ -137,19 +137,19 @@ impl<C: RowsCall> Run<C> {
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or one does not compile.
     pub fn start(call: &C) -> candle_core::Result<Self> {
-        let Choice { device, shape, program } = Choice::of(call)?;
+        let ChosenProgram { device, shape, program } = ChosenProgram::of(call)?;
         call.check(shape)?;
         let loaded = device.load(&program)?;
         Ok(Self { shape, device, program: loaded, dtype: call.dtype() })
     }
 
     /// Allocates a number of elements, whose values are undefined.
-    pub fn elements(&self, count: usize) -> candle_core::Result<Buffer> {
+    pub fn elements(&self, count: usize) -> candle_core::Result<DeviceBuffer> {
         self.device.uninitialized(self.dtype, count)
     }
 
     /// Allocates a number of values of another dtype, which are undefined.
-    pub fn allocate(&self, dtype: DType, count: usize) -> candle_core::Result<Buffer> {
+    pub fn allocate(&self, dtype: DType, count: usize) -> candle_core::Result<DeviceBuffer> {
         self.device.uninitialized(dtype, count)
     }
 

@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Tensor};
 use super::outline::{self, RowsCall, Run};
 use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, TensorLocks};
-use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
+use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, RowStrides};
 use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
@@ -34,14 +34,14 @@ pub struct RowCodes {
 
 /// The dimensions of a call, (B, H, T, D).
 #[derive(Debug, Clone, Copy)]
-pub(super) struct CodesShape {
+pub(super) struct QuantizeShape {
     b: usize,
     h: usize,
     t: usize,
     d: usize,
 }
 
-impl CodesShape {
+impl QuantizeShape {
     fn rows(self) -> usize {
         self.b.saturating_mul(self.h).saturating_mul(self.t)
     }
@@ -54,11 +54,11 @@ kernel_struct! {
     pub(super) struct QuantizeRowsArguments {
         // ---- tensors ----
         /// (B, H, T, D), elements.
-        inputs: Input<Elements>,
+        inputs: InputPointer<Elements>,
         /// (B, H, T, D), contiguous.
-        codes: Output<u8>,
+        codes: OutputPointer<u8>,
         /// (B, H, T), contiguous.
-        scales: Output<f32>,
+        scales: OutputPointer<f32>,
         // ---- strides, in elements ----
         /// The strides of `inputs`.
         input_strides: RowStrides,
@@ -82,7 +82,7 @@ unsafe impl KernelArguments for QuantizeRowsArguments {}
 
 impl RowsCall for QuantizeRowsCall {
     type Arguments = QuantizeRowsArguments;
-    type Shape = CodesShape;
+    type Shape = QuantizeShape;
 
     const OPERATION: &'static str = "quantize_rows";
     const SOURCE: &'static str = "quantize_rows.cu";
@@ -91,11 +91,11 @@ impl RowsCall for QuantizeRowsCall {
         &self.rows
     }
 
-    fn shape(&self) -> std::result::Result<CodesShape, Unsupported> {
+    fn shape(&self) -> std::result::Result<QuantizeShape, Unsupported> {
         let fits = |size: &usize| (1..1 << 30).contains(size);
         match self.rows.dims() {
             &[b, h, t, d] if self.rows.dims().iter().all(fits) => {
-                let shape = CodesShape { b, h, t, d };
+                let shape = QuantizeShape { b, h, t, d };
                 launch(shape).check()?;
                 Ok(shape)
             }
@@ -103,8 +103,8 @@ impl RowsCall for QuantizeRowsCall {
         }
     }
 
-    fn check(&self, shape: CodesShape) -> Result<()> {
-        let CodesShape { b, h, t, d } = shape;
+    fn check(&self, shape: QuantizeShape) -> Result<()> {
+        let QuantizeShape { b, h, t, d } = shape;
         self.check_tensor("the input", &self.rows, &[b, h, t, d], self.rows.dtype())
     }
 }
@@ -125,7 +125,7 @@ impl QuantizeRowsCall {
     /// If the call does not fit together, the kernel does not run it, or it does not compile or launch.
     pub fn forward(&self) -> Result<RowCodes> {
         let run = Run::start(self)?;
-        let CodesShape { b, h, t, d } = run.shape;
+        let QuantizeShape { b, h, t, d } = run.shape;
         let mut codes = run.allocate(DType::U8, run.shape.rows() * d)?;
         let mut scales = run.allocate(DType::F32, run.shape.rows())?;
 
@@ -148,7 +148,7 @@ impl QuantizeRowsCall {
     }
 }
 
-fn launch(shape: CodesShape) -> Launch {
+fn launch(shape: QuantizeShape) -> Launch {
     Launch::new(KERNEL, Grid::linear(shape.rows().div_ceil(QUANTIZE_WARPS)))
 }
 

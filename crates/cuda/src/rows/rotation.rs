@@ -6,7 +6,7 @@ use super::outline::{self, RowsCall, Run};
 use super::row_strides;
 use crate::ci_programs::CiProgram;
 use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
-use crate::kernel_pointers::{Elements, Input, Output, RowStrides};
+use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, RowStrides};
 use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
@@ -60,15 +60,15 @@ kernel_struct! {
     pub(super) struct RotationArguments {
         // ---- tensors ----
         /// (B, T, H, D), elements.
-        inputs: Input<Elements>,
+        inputs: InputPointer<Elements>,
         /// (B, T, H, D), elements, contiguous.
-        output: Output<Elements>,
+        output: OutputPointer<Elements>,
         /// (angle_row_count, pairs).
-        cosines: Input<f32>,
+        cosines: InputPointer<f32>,
         /// (angle_row_count, pairs).
-        sines: Input<f32>,
+        sines: InputPointer<f32>,
         /// (T), or (B, T): the row of the angles of a token. Null: first_angle_row and those after it.
-        angle_rows: Input<i32>,
+        angle_rows: InputPointer<i32>,
         // ---- strides, in elements ----
         /// The strides of `inputs`.
         input_strides: RowStrides,

@@ -2,7 +2,7 @@
 
 use super::{KernelSet, SMALL_BLOCK_WARPS, Width, no_tile};
 use crate::arguments::SMALL_BLOCK_THREADS;
-use crate::element::Element;
+use crate::element::ElementType;
 use crate::memory_layout::MemoryLayout;
 use crate::program::{Define, KernelShape, Program};
 use crate::specialization::Specialization;
@@ -190,8 +190,8 @@ impl BackwardTile {
     /// Returns the tiles in the order in which they are tried.
     pub(super) fn rows(specialization: &Specialization) -> Vec<Self> {
         let tiles = match (specialization.element, Width::of(specialization)) {
-            (Element::F32, Width::Narrow | Width::Middle) => F32,
-            (Element::F32, Width::Wide) => F32_WIDE,
+            (ElementType::F32, Width::Narrow | Width::Middle) => F32,
+            (ElementType::F32, Width::Wide) => F32_WIDE,
             (_, Width::Narrow) => NARROW,
             (_, Width::Middle) => MIDDLE,
             (_, Width::Wide) => WIDE,
@@ -204,11 +204,11 @@ impl BackwardTile {
         let Specialization { element, head_dim, value_dim, alignment, .. } = *specialization;
         match (element, Width::of(specialization)) {
             // 0.71 of the time of 4 warps without shared keys.
-            (Element::F32, Width::Middle) => Some(BackwardTile {
+            (ElementType::F32, Width::Middle) => Some(BackwardTile {
                 keys: KeyTile { warps: 8, row_tiles: 1, warps_per_keys: 2, queries: 32 },
                 queries: QueryGradient::Fused { row_warps: 1 },
             }),
-            (Element::F32, _) | (_, Width::Middle | Width::Wide) => None,
+            (ElementType::F32, _) | (_, Width::Middle | Width::Wide) => None,
             (_, Width::Narrow) => {
                 // 0.97 of the time of 48 queries. With score modifiers, kernels would spill more registers.
                 let plain = Specialization { alignment, ..Specialization::plain(element, head_dim, value_dim) };

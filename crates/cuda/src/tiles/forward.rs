@@ -1,7 +1,7 @@
 //! Tiles of the forward kernel.
 
 use super::{KernelSet, Width, no_tile};
-use crate::element::Element;
+use crate::element::ElementType;
 use crate::memory_layout::MemoryLayout;
 use crate::program::{Define, KernelShape, Program};
 use crate::specialization::Specialization;
@@ -72,7 +72,7 @@ impl ForwardTile {
 
     /// Returns the tiles that were timed for a call, the fastest first.
     fn fastest(specialization: &Specialization, length: ForwardLength) -> Vec<Self> {
-        if specialization.element == Element::F32 {
+        if specialization.element == ElementType::F32 {
             return match Width::of(specialization) {
                 Width::Narrow => {
                     vec![ForwardTile { warps: 4, row_tiles: 1, keys: 32, stages: 1, queries_in_registers: false }]
@@ -121,7 +121,7 @@ impl ForwardTile {
 
     /// Returns the tiles for devices with less shared memory, and for wide heads.
     fn smaller(specialization: &Specialization) -> Vec<Self> {
-        let is_f32 = specialization.element == Element::F32;
+        let is_f32 = specialization.element == ElementType::F32;
         SMALLER.into_iter().filter(|tile| !is_f32 || tile.keys == 16).collect()
     }
 

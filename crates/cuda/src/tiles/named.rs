@@ -2,7 +2,7 @@
 
 use super::backward::{KeyTile, QueryTile};
 use super::{BackwardTile, DecodeTile, ForwardTile, KernelSet, QueryGradient};
-use crate::element::Element;
+use crate::element::ElementType;
 use crate::given::Given;
 use crate::program::Program;
 use crate::specialization::{Alignment, BiasElement, ModifierGradients, Specialization};
@@ -87,7 +87,7 @@ pub(crate) fn program_of_options(options: &str) -> Result<Program, String> {
     let mut given = Given::parse(options)?;
     let set = given.take("KERNEL_SET", 7);
     let specialization = specialization(&mut given)?;
-    let is_f32 = specialization.element == Element::F32;
+    let is_f32 = specialization.element == ElementType::F32;
     let (forward, decode) = (forward(&mut given, is_f32), decode(&mut given));
     let backward = backward(&mut given, is_f32);
     given.finish()?;

@@ -2,7 +2,7 @@
 //! first row that fits, so that the tests of calls reach few of the others.
 
 use super::{BackwardTile, DecodeTile, ForwardLength, ForwardTile, KernelSet, Width};
-use crate::element::Element;
+use crate::element::ElementType;
 use crate::program::Program;
 use crate::specialization::{BiasElement, Specialization};
 
@@ -15,12 +15,12 @@ const KERNELS_OF_CODES: [KernelSet; 2] = [KernelSet::Forward, KernelSet::Decode]
 /// Returns the programs: each row of the backward tables, with rows of the forward and of the decode tables in turn.
 pub(crate) fn programs_of_every_row() -> Vec<Program> {
     let mut programs = Vec::new();
-    for element in Element::ALL {
+    for element in ElementType::ALL {
         for width in [Width::Narrow, Width::Middle, Width::Wide] {
             programs.extend(programs_of_width(element, width));
         }
     }
-    let codes = Specialization { key_codes: true, ..Specialization::plain(Element::Bf16, 32, 32) };
+    let codes = Specialization { key_codes: true, ..Specialization::plain(ElementType::Bf16, 32, 32) };
     for (n, decode) in DecodeTile::rows(&codes).into_iter().enumerate() {
         let forward = in_turn(&ForwardTile::rows(&codes), n);
         programs.push(joined(&KERNELS_OF_CODES, &[forward.program(&codes), decode.program(&codes)]));
@@ -30,16 +30,16 @@ pub(crate) fn programs_of_every_row() -> Vec<Program> {
 
 /// Returns the programs of an element type and a class of head dimensions. The two types of 16 bits share the rows:
 /// each has every second one.
-fn programs_of_width(element: Element, width: Width) -> Vec<Program> {
+fn programs_of_width(element: ElementType, width: Width) -> Vec<Program> {
     let mut programs = Vec::new();
     let widest = Specialization::plain(element, width.most(), width.most());
     let (forward, decode) = (ForwardTile::rows(&widest), DecodeTile::rows(&widest));
     let backward = BackwardTile::rows(&widest);
     for n in 0..forward.len().max(decode.len()).max(backward.len()) {
         let is_of_element = match element {
-            Element::F16 => n % 2 == 0,
-            Element::Bf16 => n % 2 == 1,
-            Element::F32 => true,
+            ElementType::F16 => n % 2 == 0,
+            ElementType::Bf16 => n % 2 == 1,
+            ElementType::F32 => true,
         };
         if !is_of_element {
             continue;
@@ -110,7 +110,7 @@ mod tests {
     /// Returns the class of head dimensions of a program.
     fn width(program: &Program) -> Width {
         let dim = values(program, &["HEAD_DIM"])[0].unwrap_or(0) as usize;
-        Width::of(&Specialization::plain(Element::F16, dim, dim))
+        Width::of(&Specialization::plain(ElementType::F16, dim, dim))
     }
 
     /// Checks that a program of every row has the tile of another program.
@@ -137,7 +137,7 @@ mod tests {
             "QUERY_KEYS",
         ];
         let all = programs_of_every_row();
-        for element in Element::ALL {
+        for element in ElementType::ALL {
             for dim in [16, 64, 80, 96, 128, 192, 256] {
                 for shared_bytes in [20, 40, 64, 99, 163, 227].map(|kibibytes| kibibytes * 1024) {
                     for bias in [None, Some(BiasElement::Element)] {

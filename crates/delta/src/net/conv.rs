@@ -7,7 +7,7 @@ use super::conv_cuda::{Convolved, CudaConvolution};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
 use candle_attention_modules::base::rowwise::{
-    Element, HeadRows, Row, RowPass, Sums, map_rows, read, with_contiguous_rows, with_float,
+    HeadRows, Row, RowPass, Sums, TensorElement, map_rows, read, with_contiguous_rows, with_float,
 };
 use candle_attention_modules::base::{Parameter, accumulation_dtype, gradient_of, part, record, sum_of_terms};
 use candle_attention_modules::gate::GateActivation;
@@ -60,7 +60,7 @@ pub(super) fn convolve(
 }
 
 /// Computes [`convolve`] on a CPU in one pass over the inputs.
-fn convolve_in_one_pass<E: Element>(
+fn convolve_in_one_pass<E: TensorElement>(
     taps: &Tensor,
     xs: &Tensor,
     state: &Tensor,
@@ -77,13 +77,13 @@ fn convolve_in_one_pass<E: Element>(
         state: state.detach().contiguous()?,
         starts,
     };
-    let ys = saved.with_operands(|operands: &Operands<E>| Ok(operands.outputs()))?;
+    let ys = saved.with_operands(|operands: &ConvOperands<E>| Ok(operands.outputs()))?;
     let own_xs = saved.xs.clone();
     let own_taps = saved.taps.clone();
     record("short-convolution", &[Some(&own_xs), Some(&own_taps)], ys, xs.shape(), move |_, gradient| {
         let gradient = with_contiguous_rows(gradient)?;
         let gradients: ConvGradients<E> =
-            saved.with_operands(|operands: &Operands<E>| Ok(operands.gradients(&read(&gradient).rows()?)))?;
+            saved.with_operands(|operands: &ConvOperands<E>| Ok(operands.gradients(&read(&gradient).rows()?)))?;
         let xs_gradient = gradient_of(Some(&saved.xs), Some(gradients.xs))?;
         Ok(vec![xs_gradient, gradient_of(Some(&saved.taps), Some(gradients.taps))?])
     })
@@ -135,16 +135,21 @@ struct ConvTensors {
 
 impl ConvTensors {
     /// Runs a function over the numbers in memory.
-    fn with_operands<E: Element, R>(&self, run: impl FnOnce(&Operands<E>) -> Result<R>) -> Result<R> {
+    fn with_operands<E: TensorElement, R>(&self, run: impl FnOnce(&ConvOperands<E>) -> Result<R>) -> Result<R> {
         let xs = read(&self.xs);
         let taps = read(&self.taps);
         let state = read(&self.state);
-        run(&Operands { rows: xs.rows()?, taps: taps.contiguous()?, state: state.contiguous()?, starts: &self.starts })
+        run(&ConvOperands {
+            rows: xs.rows()?,
+            taps: taps.contiguous()?,
+            state: state.contiguous()?,
+            starts: &self.starts,
+        })
     }
 }
 
 /// The numbers of a convolution in one pass on a CPU.
-struct Operands<'a, E> {
+struct ConvOperands<'a, E> {
     /// The inputs (B, T, C).
     rows: HeadRows<'a, E>,
     /// (K, C).
@@ -162,9 +167,9 @@ struct ConvGradients<E> {
     taps: Vec<f32>,
 }
 
-impl<E: Element> Operands<'_, E> {
+impl<E: TensorElement> ConvOperands<'_, E> {
     fn outputs(&self) -> Vec<E> {
-        map_rows(&self.rows, [], None, &Outputs { operands: self }).rows
+        map_rows(&self.rows, [], None, &ConvOutputs { operands: self }).rows
     }
 
     /// Returns the input `back` tokens before a token; nothing for zeros before a packed sequence.
@@ -203,11 +208,11 @@ impl<E: Element> Operands<'_, E> {
 }
 
 /// The outputs of a convolution.
-struct Outputs<'a, E> {
-    operands: &'a Operands<'a, E>,
+struct ConvOutputs<'a, E> {
+    operands: &'a ConvOperands<'a, E>,
 }
 
-impl<E: Element> RowPass<E, 0> for Outputs<'_, E> {
+impl<E: TensorElement> RowPass<E, 0> for ConvOutputs<'_, E> {
     type Scratch = Vec<f32>;
 
     fn compute(&self, row: Row<0>, scratch: &mut Vec<f32>) {
@@ -221,10 +226,10 @@ impl<E: Element> RowPass<E, 0> for Outputs<'_, E> {
 /// The gradients of the sums before SiLU from the gradients of the outputs, and the gradients of the taps as sums over
 /// tokens.
 struct SumGradients<'a, E> {
-    operands: &'a Operands<'a, E>,
+    operands: &'a ConvOperands<'a, E>,
 }
 
-impl<E: Element> RowPass<E, 1> for SumGradients<'_, E> {
+impl<E: TensorElement> RowPass<E, 1> for SumGradients<'_, E> {
     type Scratch = Vec<f32>;
 
     fn compute(&self, row: Row<1>, scratch: &mut Vec<f32>) {
@@ -244,16 +249,16 @@ impl<E: Element> RowPass<E, 1> for SumGradients<'_, E> {
 
 /// The gradients of the inputs from the gradients of the sums.
 struct InputGradients<'a, E> {
-    operands: &'a Operands<'a, E>,
+    operands: &'a ConvOperands<'a, E>,
     /// (B, T, C).
     sum_gradients: &'a [f32],
 }
 
-impl<E: Element> RowPass<E, 0> for InputGradients<'_, E> {
+impl<E: TensorElement> RowPass<E, 0> for InputGradients<'_, E> {
     type Scratch = ();
 
     fn compute(&self, row: Row<0>, (): &mut ()) {
-        let Operands { starts, rows, taps, .. } = self.operands;
+        let ConvOperands { starts, rows, taps, .. } = self.operands;
         let c = rows.d;
         let next_sequence = starts.partition_point(|&start| start <= row.token);
         let end = starts.get(next_sequence).copied().unwrap_or(rows.tokens);

@@ -22,7 +22,7 @@ pub(super) struct DeltaTensors<'a> {
 
 /// The checked arguments of a call. A call of packed sequences has a batch of one.
 #[derive(Debug, Clone)]
-pub(super) struct Call {
+pub(super) struct CheckedDelta {
     pub op: &'static str,
     /// (B, H_q, T, D_k).
     pub q: Tensor,
@@ -42,7 +42,7 @@ pub(super) struct Call {
     pub options: DeltaOptions,
 }
 
-impl Call {
+impl CheckedDelta {
     /// Checks the arguments of a call.
     pub fn new(
         op: &'static str,

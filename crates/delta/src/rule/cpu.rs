@@ -2,17 +2,17 @@
 
 use candle_core::{Error, Result, Tensor};
 
-use super::call::{AllHeadGradients, Call};
+use super::call::{AllHeadGradients, CheckedDelta};
 use candle_attention_kernels::delta::{
     DeltaBackwardProblem, DeltaDecay, DeltaDims, DeltaGradients, DeltaOutput, DeltaProblem, DeltaSaved,
     gated_delta_rule, gated_delta_rule_backward,
 };
 use candle_attention_kernels::{Error as KernelError, InstructionSet};
 use candle_attention_modules::base::record_two;
-use candle_attention_modules::base::rowwise::{Element, Read, read, to_vec, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{Read, TensorElement, read, to_vec, with_contiguous_rows, with_float};
 
 /// The outcome of the kernel.
-pub(super) enum Outcome {
+pub(super) enum CpuOutcome {
     /// The attention output (B, H, T, D_v), a view of (B, T, H, D_v), and the states (n, H, D_k, D_v).
     Computed(Tensor, Tensor),
     /// Why the kernel does not compute a call with these numbers.
@@ -20,7 +20,7 @@ pub(super) enum Outcome {
 }
 
 /// Runs the kernel and records its results.
-pub(super) fn run(call: &Call, instruction_set: InstructionSet) -> Result<Outcome> {
+pub(super) fn run(call: &CheckedDelta, instruction_set: InstructionSet) -> Result<CpuOutcome> {
     let call = call.with_contiguous_rows()?;
     let DeltaDims { b, t, h, d_v, .. } = call.dims;
     let is_tracked = call.tracks_gradients();
@@ -29,7 +29,7 @@ pub(super) fn run(call: &Call, instruction_set: InstructionSet) -> Result<Outcom
         let forward = |problem: &DeltaProblem<E>| gated_delta_rule(problem, instruction_set, is_tracked);
         let DeltaOutput { output, states, saved } = match call.with_problem(forward)? {
             Ok(results) => results,
-            Err(KernelError::Range(reason)) => return Ok(Outcome::OutOfRange(reason)),
+            Err(KernelError::Range(reason)) => return Ok(CpuOutcome::OutOfRange(reason)),
             Err(error) => return Err(call.kernel_error(&error)),
         };
         let saved_call = call.clone();
@@ -39,16 +39,16 @@ pub(super) fn run(call: &Call, instruction_set: InstructionSet) -> Result<Outcom
         };
         record_two("gated-delta-rule", &call.operands(), shapes.each_ref(), output, states, backward)?
     });
-    Ok(Outcome::Computed(ys.transpose(1, 2)?, states))
+    Ok(CpuOutcome::Computed(ys.transpose(1, 2)?, states))
 }
 
-impl Call {
+impl CheckedDelta {
     fn kernel_error(&self, error: &KernelError) -> Error {
         Error::msg(format!("[{}] {error}", self.op))
     }
 
     /// Runs a function over the call as the kernels take it.
-    fn with_problem<E: Element, R>(&self, run: impl FnOnce(&DeltaProblem<E>) -> R) -> Result<R> {
+    fn with_problem<E: TensorElement, R>(&self, run: impl FnOnce(&DeltaProblem<E>) -> R) -> Result<R> {
         let dims = self.dims;
         // Ranges of the tokens of all entries of the batch, counted through it.
         let sequences: Vec<_> = match &self.sequences {
@@ -81,7 +81,7 @@ impl Call {
 
     /// Returns the gradients of the tracked operands from the gradient of the output (B, T, H, D_v), and of the states
     /// if a loss depends on them.
-    fn gradients<E: Element>(
+    fn gradients<E: TensorElement>(
         &self,
         instruction_set: InstructionSet,
         saved: &DeltaSaved,

@@ -1,24 +1,24 @@
 //! The CUDA kernels, and their results in Candle's graph. Nothing here waits for the device or reads from it.
 
-use candle_attention_cuda::{DeltaCall, DeltaGradients, DeltaResults};
+use candle_attention_cuda::{CudaDeltaCall, CudaDeltaGradients, DeltaResults};
 use candle_core::{Result, Tensor};
 
-use super::call::{AllHeadGradients, Call};
+use super::call::{AllHeadGradients, CheckedDelta};
 use candle_attention_kernels::delta::DeltaDims;
 use candle_attention_modules::base::record_two;
 use candle_attention_modules::base::rowwise::with_contiguous_rows;
 
 /// A call that the kernels support, in the form that they read.
-pub(super) struct CudaCall {
-    call: Call,
-    kernels: DeltaCall,
+pub(super) struct CudaDeltaPath {
+    call: CheckedDelta,
+    kernels: CudaDeltaCall,
 }
 
-impl CudaCall {
+impl CudaDeltaPath {
     /// Returns the call for the kernels, which are loaded, or the reason why they do not run it.
-    pub fn plan(call: &Call) -> std::result::Result<Self, String> {
+    pub fn plan(call: &CheckedDelta) -> std::result::Result<Self, String> {
         let rows = call.with_contiguous_rows().map_err(|error| error.to_string())?;
-        let kernels = DeltaCall {
+        let kernels = CudaDeltaCall {
             q: rows.q.detach(),
             k: rows.k.detach(),
             v: rows.v.detach(),
@@ -52,7 +52,7 @@ impl CudaCall {
         let backward = move |_: &Tensor, output_grad: &Tensor, states_grad: Option<Tensor>| {
             let output_grad = with_contiguous_rows(&output_grad.transpose(1, 2)?)?;
             let states_grad = states_grad.as_ref().map(Tensor::contiguous).transpose()?;
-            let gradients: DeltaGradients = kernels.backward(&output_grad, states_grad.as_ref())?;
+            let gradients: CudaDeltaGradients = kernels.backward(&output_grad, states_grad.as_ref())?;
             operands_of.gradients_of(AllHeadGradients {
                 q: gradients.q,
                 k: gradients.k,

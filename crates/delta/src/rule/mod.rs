@@ -15,11 +15,11 @@ pub use options::DeltaOptions;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use call::{Call, DeltaTensors};
+use call::{CheckedDelta, DeltaTensors};
 use candle_attention_core::{Backend, PackedSequences};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::delta::DeltaDims;
-use cuda::CudaCall;
+use cuda::CudaDeltaPath;
 
 /// Computes linear attention by the gated delta rule: each token updates the state S (D_k, D_v) of its head, and its
 /// query then reads the state. For one token after the other
@@ -87,7 +87,7 @@ pub fn gated_delta_rule(
     options: &DeltaOptions,
 ) -> Result<(Tensor, Tensor)> {
     let tensors = DeltaTensors { q, k, v, decay, beta, state };
-    run(&Call::new("gated_delta_rule", tensors, None, options)?)
+    run(&CheckedDelta::new("gated_delta_rule", tensors, None, options)?)
 }
 
 /// Computes [`gated_delta_rule`] over n sequences of different lengths, packed one after the other. Each has its own
@@ -125,12 +125,12 @@ pub fn gated_delta_rule_varlen(
     options: &DeltaOptions,
 ) -> Result<(Tensor, Tensor)> {
     let tensors = DeltaTensors { q, k, v, decay, beta, state };
-    let (y, states) = run(&Call::new("gated_delta_rule_varlen", tensors, Some(sequences), options)?)?;
+    let (y, states) = run(&CheckedDelta::new("gated_delta_rule_varlen", tensors, Some(sequences), options)?)?;
     Ok((y.transpose(1, 2)?.squeeze(0)?.contiguous()?, states))
 }
 
 /// Runs a call, and returns the attention output (B, H, T, D_v) and the states (n, H_s, D_k, D_v).
-fn run(call: &Call) -> Result<(Tensor, Tensor)> {
+fn run(call: &CheckedDelta) -> Result<(Tensor, Tensor)> {
     let (ys, states) = run_by_head(call)?;
     let DeltaDims { h, h_k, h_v, d_k, d_v, .. } = call.dims;
     let ([n, ..], h_s) = (call.state_dims(), h_k.max(h_v));
@@ -143,7 +143,7 @@ fn run(call: &Call) -> Result<(Tensor, Tensor)> {
 
 /// Runs a call with one state for each of the H heads: by the fused kernel if it can compute the call, and on the
 /// reference path otherwise.
-fn run_by_head(call: &Call) -> Result<(Tensor, Tensor)> {
+fn run_by_head(call: &CheckedDelta) -> Result<(Tensor, Tensor)> {
     let path = path(call)?;
     let DeltaDims { b, t, h, d_v, .. } = call.dims;
     if [b, t, d_v].contains(&0) {
@@ -151,11 +151,11 @@ fn run_by_head(call: &Call) -> Result<(Tensor, Tensor)> {
     }
     match path {
         Path::Cpu(instruction_set) => match cpu::run(call, instruction_set)? {
-            cpu::Outcome::Computed(ys, states) => Ok((ys, states)),
-            cpu::Outcome::OutOfRange(reason) if call.options.backend == Backend::Fused => {
+            cpu::CpuOutcome::Computed(ys, states) => Ok((ys, states)),
+            cpu::CpuOutcome::OutOfRange(reason) if call.options.backend == Backend::Fused => {
                 bail!("[{}] no fused path: {reason}", call.op)
             }
-            cpu::Outcome::OutOfRange(_) => reference::run(call),
+            cpu::CpuOutcome::OutOfRange(_) => reference::run(call),
         },
         Path::Cuda(kernels) => kernels.run(),
         Path::Reference => reference::run(call),
@@ -167,13 +167,13 @@ enum Path {
     /// The fused CPU kernel.
     Cpu(InstructionSet),
     /// The CUDA kernels.
-    Cuda(Box<CudaCall>),
+    Cuda(Box<CudaDeltaPath>),
     /// Candle's own operations.
     Reference,
 }
 
 /// Returns the implementation that a call takes. The CPU kernel may find numbers that it does not take.
-fn path(call: &Call) -> Result<Path> {
+fn path(call: &CheckedDelta) -> Result<Path> {
     let options = &call.options;
     if options.backend == Backend::Reference {
         return Ok(Path::Reference);
@@ -186,7 +186,7 @@ fn path(call: &Call) -> Result<Path> {
         },
         // There are no tokens to compute.
         (Device::Cuda(_), _) if call.q.elem_count() == 0 || call.v.elem_count() == 0 => return Ok(Path::Reference),
-        (Device::Cuda(_), _) => match CudaCall::plan(call) {
+        (Device::Cuda(_), _) => match CudaDeltaPath::plan(call) {
             Ok(kernels) => return Ok(Path::Cuda(Box::new(kernels))),
             Err(reason) => reason,
         },

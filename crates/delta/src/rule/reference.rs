@@ -12,7 +12,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, D, Error, Layout, MetalStorage, Result, Shape, Storage};
 use candle_core::{Tensor, Var};
 
-use super::call::{Call, repeat_heads};
+use super::call::{CheckedDelta, repeat_heads};
 use candle_attention_kernels::delta::DeltaDims;
 use candle_attention_modules::base::{accumulation_dtype, matmul};
 
@@ -21,13 +21,13 @@ const CHUNK: usize = 64;
 
 /// Runs a call that has tokens and values, and returns the attention output (B, H, T, D_v) in q's dtype, and the states
 /// (n, H, D_k, D_v).
-pub(super) fn run(call: &Call) -> Result<(Tensor, Tensor)> {
+pub(super) fn run(call: &CheckedDelta) -> Result<(Tensor, Tensor)> {
     let inputs = RecurrenceInputs::new(call)?;
     let sequences = sequences(call);
     let (ys, states) = if call.tracks_gradients() {
-        Recurrence::record(inputs, sequences)?
+        RecurrenceOp::record(inputs, sequences)?
     } else {
-        let Recurred { ys, states, .. } = inputs.recur(&sequences)?;
+        let ReferenceResults { ys, states, .. } = inputs.recur(&sequences)?;
         (ys, states)
     };
     Ok((ys.to_dtype(call.dtype())?, states))
@@ -41,7 +41,7 @@ struct Sequence {
 }
 
 /// Returns the sequences of a call: all entries of a batch are computed together, packed sequences one by one.
-fn sequences(call: &Call) -> Vec<Sequence> {
+fn sequences(call: &CheckedDelta) -> Vec<Sequence> {
     let DeltaDims { b, t, .. } = call.dims;
     match &call.sequences {
         None => vec![Sequence { tokens: 0..t, states: 0..b }],
@@ -67,7 +67,7 @@ struct RecurrenceInputs {
 }
 
 /// The results of the recurrence.
-struct Recurred {
+struct ReferenceResults {
     /// (B, H, T, D_v).
     ys: Tensor,
     /// The states after the last tokens, (n, H, D_k, D_v).
@@ -77,7 +77,7 @@ struct Recurred {
 }
 
 impl RecurrenceInputs {
-    fn new(call: &Call) -> Result<Self> {
+    fn new(call: &CheckedDelta) -> Result<Self> {
         let h = call.dims.h;
         let dtype = accumulation_dtype(call.dtype());
         let normed = |x: &Tensor| {
@@ -140,7 +140,7 @@ impl RecurrenceInputs {
     }
 
     /// Runs the recurrence over each sequence.
-    fn recur(&self, sequences: &[Sequence]) -> Result<Recurred> {
+    fn recur(&self, sequences: &[Sequence]) -> Result<ReferenceResults> {
         let mut ys = Vec::new();
         let mut states = Vec::new();
         let mut chunk_states = Vec::new();
@@ -156,7 +156,7 @@ impl RecurrenceInputs {
             chunk_states.push(before);
             states.push(state);
         }
-        Ok(Recurred { ys: Tensor::cat(&ys, 2)?, states: Tensor::cat(&states, 0)?, chunk_states })
+        Ok(ReferenceResults { ys: Tensor::cat(&ys, 2)?, states: Tensor::cat(&states, 0)?, chunk_states })
     }
 
     /// Runs the recurrence over all tokens from the states, and returns the outputs and the states after the last
@@ -208,7 +208,7 @@ fn flatten<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<Tensor> 
 }
 
 /// The recurrence as one operation: from the inputs, flattened, to the outputs and the states, flattened.
-struct Recurrence {
+struct RecurrenceOp {
     inputs: RecurrenceInputs,
     sequences: Vec<Sequence>,
     chunk_states: Vec<Vec<Tensor>>,
@@ -218,12 +218,12 @@ struct Recurrence {
     result: Mutex<Option<Tensor>>,
 }
 
-impl Recurrence {
+impl RecurrenceOp {
     /// Runs the recurrence and records it in Candle's graph: the outputs and the states.
     fn record(inputs: RecurrenceInputs, sequences: Vec<Sequence>) -> Result<(Tensor, Tensor)> {
         let operand = inputs.flatten()?;
         let inputs = inputs.unflatten(&operand.detach())?;
-        let Recurred { ys, states, chunk_states } = inputs.recur(&sequences)?;
+        let ReferenceResults { ys, states, chunk_states } = inputs.recur(&sequences)?;
         let result = Mutex::new(Some(flatten([&ys, &states])?));
         let shapes = [ys.shape().clone(), states.shape().clone()];
         let results = operand.apply_op1(Self { inputs, sequences, chunk_states, shapes, result })?;
@@ -276,7 +276,7 @@ impl Recurrence {
     }
 }
 
-impl CustomOp1 for Recurrence {
+impl CustomOp1 for RecurrenceOp {
     fn name(&self) -> &'static str {
         "gated-delta-rule-reference"
     }

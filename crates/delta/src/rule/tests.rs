@@ -3,8 +3,8 @@
 use candle_attention_cuda::without_programs;
 use candle_core::{DType, Device, Result, Tensor, Var};
 
-use super::call::{Call, DeltaTensors};
-use super::cuda::CudaCall;
+use super::call::{CheckedDelta, DeltaTensors};
+use super::cuda::CudaDeltaPath;
 use super::{DeltaOptions, reference};
 use candle_attention_core::PackedSequences;
 
@@ -53,7 +53,7 @@ impl Inputs {
         })
     }
 
-    fn call(&self) -> Result<Call> {
+    fn call(&self) -> Result<CheckedDelta> {
         let optional = |var: &Option<Var>| var.as_ref().map(|var| var.as_tensor().clone());
         let (decay, beta, state) = (optional(&self.decay), optional(&self.beta), optional(&self.state));
         let tensors = DeltaTensors {
@@ -64,7 +64,7 @@ impl Inputs {
             beta: beta.as_ref(),
             state: state.as_ref(),
         };
-        Call::new("test", tensors, self.sequences.as_ref(), &self.options)
+        CheckedDelta::new("test", tensors, self.sequences.as_ref(), &self.options)
     }
 
     /// Returns the outputs and the states of one path, and the gradients of all inputs of a loss that depends on both.
@@ -88,7 +88,7 @@ impl Inputs {
     /// Compares the kernels with the reference path, relative to the largest number of each result.
     fn check(&self, tolerance: f64) -> Result<()> {
         let call = self.call()?;
-        let found = self.results(CudaCall::plan(&call).expect("the kernels run the call").run()?)?;
+        let found = self.results(CudaDeltaPath::plan(&call).expect("the kernels run the call").run()?)?;
         let expected = self.results(reference::run(&call)?)?;
         for (n, (own, other)) in found.iter().zip(&expected).enumerate() {
             assert_eq!((own.dims(), own.dtype()), (other.dims(), other.dtype()), "result {n}");
@@ -161,7 +161,7 @@ fn cuda_kernels_with_packed_sequences_match_reference() -> Result<()> {
 #[test]
 fn cuda_kernels_refuse_widths_above_256() -> Result<()> {
     let inputs = Inputs::new(Sizes { d_v: 257, ..SIZES }, DType::F32)?;
-    let reason = CudaCall::plan(&inputs.call()?).err().expect("a reason");
+    let reason = CudaDeltaPath::plan(&inputs.call()?).err().expect("a reason");
     assert_eq!(reason, "the head dimension of values is 257, expected 1 to 256");
     Ok(())
 }
@@ -169,7 +169,7 @@ fn cuda_kernels_refuse_widths_above_256() -> Result<()> {
 #[test]
 fn cuda_kernels_that_do_not_compile_are_a_reason() -> Result<()> {
     let inputs = Inputs::new(SIZES, DType::F32)?;
-    let reason = without_programs("no memory", || -> Result<_> { Ok(CudaCall::plan(&inputs.call()?).err()) })?;
+    let reason = without_programs("no memory", || -> Result<_> { Ok(CudaDeltaPath::plan(&inputs.call()?).err()) })?;
     assert_eq!(reason.as_deref(), Some("no memory"));
     Ok(())
 }

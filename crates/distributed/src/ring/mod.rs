@@ -107,7 +107,8 @@ impl RingAttention {
                 bail!("[ring_attention] the options have a distance bias over one rank's keys, expected none")
             }
         }
-        let mut runs: Vec<_> = order.runs(rank).into_iter().map(|queries| Run { queries, attended: None }).collect();
+        let mut runs: Vec<_> =
+            order.runs(rank).into_iter().map(|queries| RingRun { queries, attended: None }).collect();
         let mut keys_values = [k.clone(), v.clone()];
         for step in 0..size {
             let source = (rank + size - step) % size;
@@ -143,11 +144,11 @@ impl RingAttention {
         q: &Tensor,
         keys_values: &[Tensor; 2],
         key_runs: &[Range<usize>],
-        runs: &mut [Run],
+        runs: &mut [RingRun],
     ) -> Result<()> {
         let b = q.dim(0)?;
         let mut first_query = 0;
-        for Run { queries, attended } in runs {
+        for RingRun { queries, attended } in runs {
             let own = q.narrow(2, first_query, queries.len())?;
             first_query += queries.len();
             let mut first_key = 0;
@@ -218,7 +219,7 @@ pub(crate) struct StoredKeys {
 }
 
 /// Queries of successive positions, with their attention output and log-sum-exp so far. The first keys are their own.
-struct Run {
+struct RingRun {
     queries: Range<usize>,
     attended: Option<(Tensor, Tensor)>,
 }

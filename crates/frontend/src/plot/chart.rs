@@ -34,24 +34,24 @@ pub struct LineChart {
     title: String,
     x_name: String,
     y_name: String,
-    lines: Vec<Line>,
+    lines: Vec<ChartLine>,
 }
 
 #[derive(Debug, Clone)]
-struct Line {
+struct ChartLine {
     name: String,
     points: Vec<[f64; 2]>,
 }
 
 /// Numbers along one axis and the pixels that they are drawn at.
-struct Axis {
+struct ChartAxis {
     low: f64,
     high: f64,
     start: i32,
     end: i32,
 }
 
-impl Axis {
+impl ChartAxis {
     /// Makes an axis over the numbers of all lines and `include`.
     fn new(numbers: impl Iterator<Item = f64>, include: f64, start: i32, end: i32) -> Self {
         let mut low = include;
@@ -100,7 +100,7 @@ impl LineChart {
         if let Some(pair) = points.windows(2).find(|pair| pair[0][0] > pair[1][0]) {
             bail!("[line_chart] the line {name:?} goes from x = {} back to {}", pair[0][0], pair[1][0])
         }
-        self.lines.push(Line { name, points: points.to_vec() });
+        self.lines.push(ChartLine { name, points: points.to_vec() });
         Ok(self)
     }
 
@@ -134,8 +134,8 @@ impl LineChart {
         let Rectangle { left, top, width, height } = AREA;
         let right = left + width;
         let bottom = top + height;
-        let x_axis = Axis::new(points().map(|point| point[0]), first.points[0][0], left, right);
-        let y_axis = Axis::new(points().map(|point| point[1]), 0.0, bottom, top);
+        let x_axis = ChartAxis::new(points().map(|point| point[0]), first.points[0][0], left, right);
+        let y_axis = ChartAxis::new(points().map(|point| point[1]), 0.0, bottom, top);
 
         canvas.rect(Rectangle { left: 0, top: 0, width: SIZE.width, height: SIZE.height }, WHITE);
         canvas.text(&self.title, Point { x: SIZE.width / 2, y: TITLE.em }, TITLE);
@@ -177,9 +177,9 @@ impl LineChart {
     }
 }
 
-impl Line {
+impl ChartLine {
     /// Draws the part of the line that passes through each column of pixels.
-    fn draw(&self, canvas: &mut dyn Canvas, x_axis: &Axis, y_axis: &Axis, color: Rgb) {
+    fn draw(&self, canvas: &mut dyn Canvas, x_axis: &ChartAxis, y_axis: &ChartAxis, color: Rgb) {
         let mut column = |x: i32, from: f64, to: f64| {
             let top = from.min(to).round() as i32;
             let bottom = from.max(to).round() as i32;

@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 
 use super::axis::{text_width, ticks};
 use super::canvas::{self, Anchor, Canvas, Hack, Point, Rectangle, Size, Style};
-use super::style::{NOT_FINITE, Rgb, Scale, contrasting, count, gradient, short, shorten, wrap};
+use super::style::{ColourScale, NOT_FINITE, Rgb, contrasting, count, gradient, short, shorten, wrap};
 use super::{Axis, Heads, HeatMap, Panel};
 
 /// The largest side of a picture, except for a title and notes beyond `TEXT_SPACE`.
@@ -126,7 +126,7 @@ struct Content {
 }
 
 /// A grid of panels of equal size, with labels at its left and bottom, and a colour bar at its right.
-struct Grid {
+struct PanelGrid {
     cell: Size,
     columns: usize,
     panel: Size,
@@ -147,12 +147,12 @@ struct Grid {
     notes: i32,
 }
 
-impl Grid {
+impl PanelGrid {
     /// Returns the grid whose picture is nearest to a square, with few empty places and cells of a good size; `None` if
     /// the cells would be smaller than a pixel.
     fn fit(content: &Content) -> Option<Self> {
         let preferred = preferred_cell(content);
-        let badness = |grid: &Grid| {
+        let badness = |grid: &PanelGrid| {
             let aspect = (f64::from(grid.width) / f64::from(grid.notes + 2 * MARGIN)).ln();
             // Screens and pages with text around it suit a wide picture more than a tall one.
             let aspect = if aspect < 0.0 { -1.5 * aspect } else { aspect };
@@ -238,9 +238,9 @@ fn preferred_cell(content: &Content) -> i32 {
 /// A picture before it is drawn.
 struct Picture<'a> {
     map: &'a HeatMap,
-    scale: Scale,
+    scale: ColourScale,
     content: Content,
-    grid: Grid,
+    grid: PanelGrid,
     title: Vec<String>,
     notes: Vec<String>,
     size: Size,
@@ -251,7 +251,7 @@ impl<'a> Picture<'a> {
     /// note.
     fn new(map: &'a HeatMap, heads: Heads, is_covered: impl Fn(&str) -> bool) -> Result<Self> {
         let mut panels = map.panels(heads)?;
-        let scale = Scale::of(map, &panels)?;
+        let scale = ColourScale::of(map, &panels)?;
         // In a grid the number of heads is obvious.
         if heads != Heads::All {
             panels.iter_mut().for_each(|panel| panel.name += &panel.of);
@@ -268,7 +268,7 @@ impl<'a> Picture<'a> {
                 .max(text_width(BAR_NAME.len(), NOTE.em)),
             panels,
         };
-        let Some(grid) = Grid::fit(&content) else {
+        let Some(grid) = PanelGrid::fit(&content) else {
             bail!(
                 "[heat_map] {} of {} x {} weights do not fit in {MAX_SIDE} x {MAX_SIDE} pixels: draw fewer heads, or \
                  fewer tokens",
@@ -325,7 +325,7 @@ impl<'a> Picture<'a> {
     }
 
     fn draw_panel(&self, canvas: &mut dyn Canvas, index: usize, grid_top: i32) -> Result<()> {
-        let Grid { cell, columns, panel: Size { width, height }, step, .. } = self.grid;
+        let PanelGrid { cell, columns, panel: Size { width, height }, step, .. } = self.grid;
         let left = self.grid.left + (index % columns) as i32 * step.width + (step.width - GAP - width) / 2;
         let top = grid_top + (index / columns) as i32 * step.height + CAPTION_LINE;
         let panel = &self.content.panels[index];

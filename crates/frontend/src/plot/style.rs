@@ -19,7 +19,7 @@ pub(super) type Rgb = [u8; 3];
 pub(super) const NOT_FINITE: Rgb = [187, 187, 187];
 
 /// A linear colour scale from `low` to `high`.
-pub(super) struct Scale {
+pub(super) struct ColourScale {
     pub(super) low: f64,
     pub(super) high: f64,
     /// The most characters that [`short`] writes for a weight of this scale.
@@ -29,7 +29,7 @@ pub(super) struct Scale {
     pub(super) notes: Vec<String>,
 }
 
-impl Scale {
+impl ColourScale {
     /// Makes the scale of the weights of all panels of a drawing.
     pub(super) fn of(map: &HeatMap, panels: &[Panel]) -> Result<Self> {
         let mut min = 0f64;

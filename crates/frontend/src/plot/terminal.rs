@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{Result, bail};
 use unicode_width::UnicodeWidthStr;
 
-use super::style::{NOT_FINITE, Scale, centre, contrasting, count, gradient, right, short, shorten, tick, wrap};
+use super::style::{ColourScale, NOT_FINITE, centre, contrasting, count, gradient, right, short, shorten, tick, wrap};
 use super::{Axis, Heads, HeatMap};
 
 /// The most columns of a row label.
@@ -95,7 +95,7 @@ impl HeatMap {
     /// If a head is out of range, `max_rows` is 0, or `max_width` is too narrow for one key.
     pub fn to_terminal(&self, heads: Heads, options: &TerminalOptions) -> Result<String> {
         let panels = self.panels(heads)?;
-        let matrix = Matrix::plan(self, Scale::of(self, &panels)?, options)?;
+        let matrix = PanelLayout::plan(self, ColourScale::of(self, &panels)?, options)?;
         let mut lines = self.title.as_deref().map_or(Vec::new(), |title| wrap(title, matrix.max_width));
         for (index, panel) in panels.iter().enumerate() {
             lines.extend((index > 0).then(String::new));
@@ -140,8 +140,8 @@ impl<'a> Shown<'a> {
 }
 
 /// The layout that all panels share.
-struct Matrix<'a> {
-    scale: Scale,
+struct PanelLayout<'a> {
+    scale: ColourScale,
     color: Color,
     max_width: usize,
     queries: Shown<'a>,
@@ -152,8 +152,8 @@ struct Matrix<'a> {
     cell: usize,
 }
 
-impl<'a> Matrix<'a> {
-    fn plan(map: &'a HeatMap, scale: Scale, options: &TerminalOptions) -> Result<Self> {
+impl<'a> PanelLayout<'a> {
+    fn plan(map: &'a HeatMap, scale: ColourScale, options: &TerminalOptions) -> Result<Self> {
         if options.max_rows == Some(0) {
             bail!("[heat_map] max_rows is 0; expected at least 1");
         }
@@ -217,7 +217,7 @@ impl<'a> Matrix<'a> {
     }
 
     fn legend(&self) -> Vec<String> {
-        let Scale { low, high, not_finite, .. } = self.scale;
+        let ColourScale { low, high, not_finite, .. } = self.scale;
         let [first, last] = [low, high].map(tick);
         let room = self.max_width.saturating_sub(first.len() + last.len() + 2);
         let mut lines = if self.color == Color::None {

@@ -7,7 +7,7 @@
 use std::marker::PhantomData;
 
 use super::code_format::{CodeFormat, CodeValues, E4M3_SHIFT, E5M2_SHIFT, Float8, ScaleFormat};
-use super::code_scales::{BlockScales, HalfScales, LoadedScales, NestedScales, NumberScales, OffsetKind};
+use super::code_scales::{BlockScales, HalfScales, LoadedScales, NestedBlockScales, NumberScales, OffsetKind};
 use super::kernel::{ColumnBlock, Columns, Vector, WithColumns};
 use super::panel::Format;
 
@@ -21,7 +21,9 @@ pub(super) unsafe fn with_code_columns(format: &CodeFormat, work: impl WithColum
     // SAFETY: as this function's contract.
     unsafe {
         match (format.values, format.scales) {
-            (CodeValues::Table(_), ScaleFormat::Nested { .. }) => work.run::<CodeBlocks<FromTable, NestedScales>>(),
+            (CodeValues::Table(_), ScaleFormat::Nested { .. }) => {
+                work.run::<CodeBlocks<FromTable, NestedBlockScales>>()
+            }
             (CodeValues::Table(_), _) => work.run::<CodeBlocks<FromTable, NumberScales>>(),
             (CodeValues::Float8(Float8::E4M3), _) => {
                 work.run::<CodeBlocks<FromFloat8<E4M3_SHIFT>, NumberScales>>();
@@ -32,7 +34,7 @@ pub(super) unsafe fn with_code_columns(format: &CodeFormat, work: impl WithColum
             (CodeValues::Zeros, _) if is_narrow => work.run::<CodeBlocks<WithZeros<4>, NumberScales>>(),
             (CodeValues::Zeros, _) => work.run::<CodeBlocks<WithZeros<8>, NumberScales>>(),
             (_, ScaleFormat::F16) => with_linear_codes::<HalfScales>(format, work),
-            (_, ScaleFormat::Nested { .. }) => with_linear_codes::<NestedScales>(format, work),
+            (_, ScaleFormat::Nested { .. }) => with_linear_codes::<NestedBlockScales>(format, work),
             (_, ScaleFormat::Groups(_)) => with_linear_codes::<NumberScales>(format, work),
         }
     }
@@ -47,10 +49,10 @@ unsafe fn with_linear_codes<S: BlockScales>(format: &CodeFormat, work: impl With
     // SAFETY: as this function's contract.
     unsafe {
         match (format.bits, format.values) {
-            (5, CodeValues::Minimums) => work.run::<CodeBlocks<Split<1, true>, S>>(),
-            (5, _) => work.run::<CodeBlocks<Split<1, false>, S>>(),
-            (6, CodeValues::Minimums) => work.run::<CodeBlocks<Split<2, true>, S>>(),
-            (6, _) => work.run::<CodeBlocks<Split<2, false>, S>>(),
+            (5, CodeValues::Minimums) => work.run::<CodeBlocks<SplitBits<1, true>, S>>(),
+            (5, _) => work.run::<CodeBlocks<SplitBits<1, false>, S>>(),
+            (6, CodeValues::Minimums) => work.run::<CodeBlocks<SplitBits<2, true>, S>>(),
+            (6, _) => work.run::<CodeBlocks<SplitBits<2, false>, S>>(),
             (4, CodeValues::Minimums) => work.run::<CodeBlocks<WithMinimums<4>, S>>(),
             (4, _) => work.run::<CodeBlocks<Signed<4>, S>>(),
             (_, CodeValues::Minimums) => work.run::<CodeBlocks<WithMinimums<8>, S>>(),
@@ -230,7 +232,7 @@ impl<const SHIFT: u32> WordCodeNumbers for FromFloat8<SHIFT> {
 
 /// Codes of 5 or 6 bits, split into words of their lower 4 bits and the `UPPER` bits above them. The upper bits of the
 /// eight codes of a word are one or two bytes.
-pub(crate) struct Split<const UPPER: u32, const HAS_MINIMUMS: bool>;
+pub(crate) struct SplitBits<const UPPER: u32, const HAS_MINIMUMS: bool>;
 
 /// The codes of eight steps.
 #[derive(Clone, Copy)]
@@ -240,7 +242,7 @@ pub struct SplitCodes<V> {
     upper: V,
 }
 
-impl<const UPPER: u32, const HAS_MINIMUMS: bool> CodeNumbers for Split<UPPER, HAS_MINIMUMS> {
+impl<const UPPER: u32, const HAS_MINIMUMS: bool> CodeNumbers for SplitBits<UPPER, HAS_MINIMUMS> {
     const BITS: u32 = 4 + UPPER;
     const STEPS: usize = 8;
     const IS_SPLIT: bool = true;

@@ -76,9 +76,9 @@ impl BlockScales for HalfScales {
 ///
 /// The scale of a group is its factor times its scale of 8 bits, which is unsigned with minimums; without minimums, 128
 /// is subtracted first. A product of 11 and 8 bits is exact, and so is the product with a code of 4 or 5 bits.
-pub(crate) struct NestedScales;
+pub(crate) struct NestedBlockScales;
 
-impl BlockScales for NestedScales {
+impl BlockScales for NestedBlockScales {
     const BLOCK: usize = NESTED_BLOCK;
 
     #[inline(always)]

@@ -1,7 +1,7 @@
 //! The formats of the right operand of a product: words, pairs of bf16, f16, and codes with scales.
 
 use super::code_columns::with_code_columns;
-use super::kernel::{ColumnBlock, Columns, Pair, Vector, WithColumns};
+use super::kernel::{ColumnBlock, Columns, Vector, WithColumns, WordHalves};
 use super::panel::{BF16_PAIR, Format};
 
 /// Runs work with the columns of a format.
@@ -71,19 +71,19 @@ pub(crate) struct Bf16Pairs;
 impl Columns for Bf16Pairs {
     const STEPS: usize = BF16_PAIR;
     type Scales<V: Vector> = ();
-    type Loaded<V: Vector> = Pair<V>;
+    type Loaded<V: Vector> = WordHalves<V>;
 
     #[inline(always)]
     unsafe fn scales<V: Vector>(_: &ColumnBlock, _: usize, _: usize) {}
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> Pair<V> {
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> WordHalves<V> {
         // SAFETY: the panel has a vector of pairs from this column on.
         unsafe { V::load_pairs(b.add(column)) }
     }
 
     #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut Pair<V>, (): &()) -> V {
+    unsafe fn take<V: Vector>(loaded: &mut WordHalves<V>, (): &()) -> V {
         let first = loaded.low;
         loaded.low = loaded.high;
         first

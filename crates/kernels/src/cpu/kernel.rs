@@ -29,7 +29,7 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
     /// Loads whole numbers from 0 to 255.
     unsafe fn load_u8(from: *const u8) -> Self;
     /// Loads the two bf16 of each of `LANES` words.
-    unsafe fn load_pairs(from: *const f32) -> Pair<Self>;
+    unsafe fn load_pairs(from: *const f32) -> WordHalves<Self>;
     /// Loads bytes as the highest bits of words whose other bits are zeros.
     unsafe fn load_highest_bytes(from: *const u8) -> Self;
     /// Takes the highest 1, 2, 4 or 8 bits of each word. Where `IS_SIGNED`, the bits are in two's complement, and the
@@ -92,7 +92,7 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
 
 /// The two bf16 of each word of a vector, as f32.
 #[derive(Clone, Copy)]
-pub struct Pair<V> {
+pub struct WordHalves<V> {
     /// The lower halves of the words.
     pub low: V,
     /// The upper halves of the words.

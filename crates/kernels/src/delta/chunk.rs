@@ -13,7 +13,7 @@
 //! Factors are multiplied along the tokens, and never divided, so that a factor of 0 is allowed. Products of factors
 //! above 1 stay in the range of f32 because the kernels refuse larger decays.
 
-use super::rows::{TokenRows, dot};
+use super::rows::{DeltaTokenRows, dot};
 use crate::cpu::{Scratch, Vector};
 
 /// A chunk of tokens that follow each other.
@@ -76,7 +76,7 @@ impl Chunk {
     /// The processor has the instruction set of V. The width of a row is a multiple of V's lanes. The block has the
     /// tokens of the chunk from `first` on.
     #[inline(always)]
-    pub unsafe fn fill<V: Vector>(&mut self, block: &TokenRows, first: usize) {
+    pub unsafe fn fill<V: Vector>(&mut self, block: &DeltaTokenRows, first: usize) {
         let n = self.tokens;
         let width = self.width;
         let q = block.q.as_ptr().wrapping_add(first * width);

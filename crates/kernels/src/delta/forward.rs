@@ -10,7 +10,7 @@ use super::DeltaCall;
 use super::chunk::Chunk;
 use super::pass::{PanelAddress, PanelUpdate, ReadingRows, TOKENS, VECTORS, VECTORS_OF_ONE, pass, sweep};
 use super::problem::DeltaDims;
-use super::rows::{BLOCK, NextBlock, ReadRows, TokenAddresses, TokenRows};
+use super::rows::{BLOCK, DeltaTokenRows, NextBlock, ReadTokens, TokenAddresses};
 use crate::cpu::{Kernel, Scratch, SimdTask, Vector};
 use crate::number::{Number, store_first};
 
@@ -44,7 +44,7 @@ impl Tiling {
 /// The scratch buffers of a thread.
 pub(super) struct ForwardScratch {
     tiling: Tiling,
-    rows: TokenRows,
+    rows: DeltaTokenRows,
     /// The chunk of each pass.
     chunks: Vec<Chunk>,
     /// The states of the heads, (heads, panels, D_k, panel).
@@ -64,7 +64,7 @@ impl ForwardScratch {
         let tokens = tiling.passes * tiling.tokens;
         Self {
             tiling,
-            rows: TokenRows::new(tokens, width, value_width),
+            rows: DeltaTokenRows::new(tokens, width, value_width),
             chunks: (0..tiling.passes).map(|_| Chunk::new(tiling.tokens, width)).collect(),
             state: Scratch::zeros(tiling.heads * dims.d_k * value_width),
             output: Scratch::zeros(tokens * value_width),
@@ -146,7 +146,7 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
             };
             // The rows of blocks after the first were copied with the block before.
             let from = if index == 0 { rows_of(head, own_tokens.start) } else { next.to };
-            K::run_simd(ReadRows { problem, head, tokens: own_tokens.clone(), from, rows: &mut scratch.rows });
+            K::run_simd(ReadTokens { problem, head, tokens: own_tokens.clone(), from, rows: &mut scratch.rows });
             let saved = call.saved.as_ref().map(|saved| {
                 let block = saved.blocks[sequence] + index / heads.len();
                 saved.states.0.add((block * h + head) * len)
@@ -163,7 +163,7 @@ pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
                 panels: panels.clone(),
                 scratch,
             });
-            K::run_simd(WriteOutput { call, head, tokens: own_tokens, panels: panels.clone(), scratch });
+            K::run_simd(WriteBlock { call, head, tokens: own_tokens, panels: panels.clone(), scratch });
         }
         call.excess_decay.record(scratch.rows.excess_decay());
         for head in heads.clone() {
@@ -319,7 +319,7 @@ impl ForwardBlock<'_> {
 }
 
 /// Writes the outputs of a block, rounded to their type, and the errors if they are saved.
-struct WriteOutput<'a, 'b, E> {
+struct WriteBlock<'a, 'b, E> {
     call: &'a DeltaCall<'b, E>,
     head: usize,
     tokens: Range<usize>,
@@ -327,7 +327,7 @@ struct WriteOutput<'a, 'b, E> {
     scratch: &'a ForwardScratch,
 }
 
-impl<E: Number> SimdTask for WriteOutput<'_, '_, E> {
+impl<E: Number> SimdTask for WriteBlock<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let DeltaDims { t, h, d_v, .. } = self.call.problem.dims;

@@ -324,7 +324,7 @@ impl<E: Number> SimdTask for &DeltaBackwardCall<'_, E> {
         let problem = &self.problem.forward;
         let WorkSize { multiply_adds, bytes } = problem.work();
         let workers = Workers::for_call(WorkSize { multiply_adds: multiply_adds.saturating_mul(2), bytes });
-        let new_scratch = || backward::BackwardScratch::new::<K>(&problem.dims);
+        let new_scratch = || backward::DeltaBackwardScratch::new::<K>(&problem.dims);
         for_each_task(problem.heads(), workers, &new_scratch, &|scratch, task| {
             // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
             unsafe { backward::run_head::<K, E>(self, scratch, problem.head(task)) };

@@ -13,7 +13,7 @@ pub(super) const BLOCK: usize = 64;
 /// Rows of some tokens of a head. The rows of queries, keys and factors have `width` words: D_k, and zeros up to a
 /// whole vector. A missing token has zeros for its key and query, factors of 1, and a beta of 0, so that it changes
 /// nothing.
-pub(super) struct TokenRows {
+pub(super) struct DeltaTokenRows {
     tokens: usize,
     pub width: usize,
     /// The words of a row of values: D_v, and zeros up to a whole panel.
@@ -37,7 +37,7 @@ pub(super) struct RowScales {
     pub k: f32,
 }
 
-impl TokenRows {
+impl DeltaTokenRows {
     /// Allocates rows for a number of tokens, at most [`BLOCK`].
     pub fn new(tokens: usize, width: usize, value_width: usize) -> Self {
         let rows = |words| Scratch::zeros(tokens * words);
@@ -154,16 +154,16 @@ impl NextBlock {
 }
 
 /// Reads the rows of a range of tokens, at most [`BLOCK`].
-pub(super) struct ReadRows<'a, 'b, E> {
+pub(super) struct ReadTokens<'a, 'b, E> {
     pub problem: &'a DeltaProblem<'b, E>,
     pub head: usize,
     pub tokens: Range<usize>,
     /// The addresses of the rows of the first token and all after it.
     pub from: TokenAddresses,
-    pub rows: &'a mut TokenRows,
+    pub rows: &'a mut DeltaTokenRows,
 }
 
-impl<E: Number> SimdTask for ReadRows<'_, '_, E> {
+impl<E: Number> SimdTask for ReadTokens<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let DeltaProblem { dims: DeltaDims { t, d_k, d_v, .. }, scale, qk_norm, .. } = *self.problem;

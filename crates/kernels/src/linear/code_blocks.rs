@@ -1,6 +1,6 @@
 //! Packing of a weight of codes some outputs at a time.
 
-use super::code_packing::Packing;
+use super::code_packing::CodePacking;
 use super::codes::Codes;
 use super::weight::{PackedWeight, WeightShape};
 use crate::cpu::{Format, InstructionSet, SharedPtr, WorkSize, Workers, for_each_index, kernel_layout};
@@ -81,7 +81,7 @@ impl CodePacker {
                 "expected the codes of a multiple of {panel} outputs or of the {left} that are left, found {outputs}"
             )));
         }
-        let Some(packing) = Packing::new(codes, part, instruction_set) else { return Ok(false) };
+        let Some(packing) = CodePacking::new(codes, part, instruction_set) else { return Ok(false) };
         let format = Format::Codes(packing.format);
         let weight = match &mut self.weight {
             Some(weight) if weight.format == format => weight,

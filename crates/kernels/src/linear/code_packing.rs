@@ -48,7 +48,7 @@ impl PackedWeight {
     ) -> Result<Option<Self>, Error> {
         check_instruction_set(instruction_set)?;
         codes.check(shape)?;
-        let Some(packing) = Packing::new(codes, shape, instruction_set) else { return Ok(None) };
+        let Some(packing) = CodePacking::new(codes, shape, instruction_set) else { return Ok(None) };
         let format = Format::Codes(packing.format);
         // SAFETY: a task clears its whole panel first.
         let packed = unsafe {
@@ -64,7 +64,7 @@ impl PackedWeight {
 }
 
 /// A weight of codes and the format in which it is packed.
-pub(super) struct Packing<'a> {
+pub(super) struct CodePacking<'a> {
     pub format: CodeFormat,
     codes: &'a [u8],
     inputs: usize,
@@ -95,7 +95,7 @@ struct PackedValues<'a> {
     offset: Offset,
 }
 
-impl<'a> Packing<'a> {
+impl<'a> CodePacking<'a> {
     /// Chooses the format of checked codes, or returns `None` if no format has their numbers to the bit.
     pub fn new(codes: &Codes<'a>, shape: WeightShape, instruction_set: InstructionSet) -> Option<Self> {
         let &Codes { bits, codes: all_codes, group, values, scales } = codes;

@@ -33,7 +33,7 @@ pub(super) fn run<X: Number>(product: &Product<X>, output: &mut [MaybeUninit<X>]
     if let Some(up) = product.epilogue.up {
         rights.push(Right::Weight { weight: up.weight, outputs: right.computed_columns() });
     }
-    let run = Run { product, rights: &rights, output: SharedPtr(output.as_mut_ptr().cast()) };
+    let run = ProductRun { product, rights: &rights, output: SharedPtr(output.as_mut_ptr().cast()) };
     if right.is_bf16() {
         X::dispatch(right.instruction_set(), run);
     } else {
@@ -43,14 +43,14 @@ pub(super) fn run<X: Number>(product: &Product<X>, output: &mut [MaybeUninit<X>]
 }
 
 /// A call whose sizes were checked.
-struct Run<'a, X> {
+struct ProductRun<'a, X> {
     product: &'a Product<'a, X>,
     /// The right operand, and then the right operand of the epilogue's second product.
     rights: &'a [Right<'a, X>],
     output: SharedPtr<X>,
 }
 
-impl<X: Number> SimdTask for Run<'_, X> {
+impl<X: Number> SimdTask for ProductRun<'_, X> {
     unsafe fn run<K: Kernel>(self) {
         let left = &self.product.left;
         let rights = self.rights;
@@ -136,7 +136,7 @@ struct TaskScratch {
 
 /// Some rows of some panels of a product.
 struct Task<'a, X> {
-    run: &'a Run<'a, X>,
+    run: &'a ProductRun<'a, X>,
     rows: Range<usize>,
     panels: Range<usize>,
     scratch: &'a mut TaskScratch,
@@ -145,7 +145,7 @@ struct Task<'a, X> {
 impl<X: Number> SimdTask for Task<'_, X> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(mut self) {
-        let Self { run: Run { product, rights, .. }, rows: ref task_rows, ref panels, ref mut scratch } = self;
+        let Self { run: ProductRun { product, rights, .. }, rows: ref task_rows, ref panels, ref mut scratch } = self;
         let rows = task_rows.len().next_multiple_of(K::MIN_ROWS);
         let depth = rights[0].padded::<K>() / K::ELEMENTS;
         let ones = [1f32; MAX_COLUMNS];
@@ -206,7 +206,7 @@ impl<X: Number> Task<'_, X> {
     /// As [`SimdTask::run`]; no other thread writes these rows and columns.
     #[inline(always)]
     unsafe fn write<K: Kernel>(&self, panel: usize, sums: *const f32, up: *const f32) {
-        let Self { run: Run { product: Product { right, epilogue, .. }, output, .. }, rows, .. } = self;
+        let Self { run: ProductRun { product: Product { right, epilogue, .. }, output, .. }, rows, .. } = self;
         let panel_columns = right.columns_of::<K>(panel);
         let columns = right.computed_columns();
         let start = panel_columns.start.max(columns.start);

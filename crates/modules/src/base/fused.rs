@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::parameters::{Parameter, Piece, Reordering, Stored};
+use super::parameters::{Parameter, Piece, PieceStorage, Reordering};
 use super::query_heads::QueryHeadOrder;
 use super::reader::ParameterReader;
 use super::shard::{HeadShard, Heads, Share};
@@ -118,7 +118,7 @@ impl FusedTensor {
             let range = start / self.groups..(start + part.count) / self.groups;
             let reordered = (part.heads == Some(Heads::Query) && !is_grouped)
                 .then_some(Reordering { order: self.query_heads, dim: 0 });
-            let stored = Stored::Tensor(tensor.clone());
+            let stored = PieceStorage::Tensor(tensor.clone());
             let piece = Piece { stored, groups: self.groups, range, reordered, dtype: tensor.dtype() };
             parameters.push(Parameter::from(piece));
             start += part.count;
@@ -136,7 +136,7 @@ impl FusedTensor {
         Parameter::from(Piece {
             range: 0..matrix.dims()[0],
             groups: 1,
-            stored: Stored::Tensor(matrix.clone()),
+            stored: PieceStorage::Tensor(matrix.clone()),
             reordered,
             dtype: matrix.dtype(),
         })
@@ -159,7 +159,7 @@ impl FusedTensor {
         let rows = weight.dim(0)?;
         let reordered = Some(Reordering { order: self.query_heads, dim: 1 });
         let dtype = weight.dtype();
-        Ok(Parameter::from(Piece { stored: Stored::Tensor(weight), groups: 1, range: 0..rows, reordered, dtype }))
+        Ok(Parameter::from(Piece { stored: PieceStorage::Tensor(weight), groups: 1, range: 0..rows, reordered, dtype }))
     }
 
     /// Returns the rows of each projection, in a dtype, of other values of the whole tensor, as stored. A variable is

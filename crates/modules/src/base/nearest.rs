@@ -4,7 +4,7 @@
 const LONGEST: usize = 128;
 
 /// A known name that is near.
-struct Candidate<'a> {
+struct NearName<'a> {
     name: &'a str,
     /// The number of edits without regard to case.
     distance: usize,
@@ -30,7 +30,7 @@ pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Vec<
         }
         let distance = edits(&lower, &lower_candidate);
         if 2 * distance <= longer {
-            candidates.push(Candidate { name: candidate, distance, edits_with_case: edits(name, candidate) });
+            candidates.push(NearName { name: candidate, distance, edits_with_case: edits(name, candidate) });
         }
     }
     candidates.sort_by_key(|candidate| (candidate.distance, candidate.edits_with_case));

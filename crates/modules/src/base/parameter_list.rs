@@ -9,9 +9,9 @@ use super::shard::Share;
 use super::spec::ParameterSpec;
 
 /// Reads a parameter; `None` for one that the config does not ask for.
-fn load(spec: &ParameterSpec, reader: &ParameterReader) -> Result<Option<Entry>> {
+fn load(spec: &ParameterSpec, reader: &ParameterReader) -> Result<Option<ListedParameter>> {
     let entry = |parameter: Parameter, stored: StoredNames| {
-        Some(Entry { name: spec.name.clone(), stored, parameter, updates: Vec::new() })
+        Some(ListedParameter { name: spec.name.clone(), stored, parameter, updates: Vec::new() })
     };
     let Some((before, after)) = spec.stored.split_once("{}") else {
         let Some(tensor) = reader.read_requested(spec)? else { return Ok(None) };
@@ -40,11 +40,11 @@ fn load(spec: &ParameterSpec, reader: &ParameterReader) -> Result<Option<Entry>>
 
 /// Parameters by name, in the order in which they were listed.
 #[derive(Debug, Clone, Default)]
-pub struct ParameterList(Vec<Entry>);
+pub struct ParameterList(Vec<ListedParameter>);
 
 /// A parameter in a list.
 #[derive(Debug, Clone)]
-struct Entry {
+struct ListedParameter {
     name: String,
     stored: StoredNames,
     parameter: Parameter,
@@ -87,7 +87,7 @@ impl ParameterList {
         Ok(Self(entries))
     }
 
-    fn entry(&self, name: &str) -> Option<&Entry> {
+    fn entry(&self, name: &str) -> Option<&ListedParameter> {
         self.0.iter().find(|entry| entry.name == name)
     }
 
@@ -161,7 +161,7 @@ impl ParameterList {
         let mut frozen = Vec::with_capacity(self.0.len());
         for entry in &self.0 {
             let updates = entry.updates.iter().map(LowRankUpdate::freeze).collect::<Result<_>>()?;
-            frozen.push(Entry { parameter: entry.parameter.freeze()?, updates, ..entry.clone() });
+            frozen.push(ListedParameter { parameter: entry.parameter.freeze()?, updates, ..entry.clone() });
         }
         Ok(Self(frozen))
     }
@@ -191,7 +191,7 @@ impl ParameterList {
     /// Returns the tensors of the file that the parameters were read from, with their current values.
     pub fn stored(&self) -> Result<Vec<StoredParameter>> {
         let mut all = Vec::new();
-        for Entry { name, stored, parameter, .. } in &self.0 {
+        for ListedParameter { name, stored, parameter, .. } in &self.0 {
             let values = parameter.tensor()?;
             let mut add = |row, in_file: &str, tensor| {
                 all.push(StoredParameter { name: name.clone(), row, stored: in_file.to_string(), tensor });

@@ -21,7 +21,7 @@ pub struct Parameter(Vec<Piece>);
 /// Rows of a tensor (rows, ..) that is divided into `groups` of equal size: `range` of each group.
 #[derive(Debug, Clone)]
 pub(super) struct Piece {
-    pub stored: Stored,
+    pub stored: PieceStorage,
     pub groups: usize,
     pub range: Range<usize>,
     /// The order of the query heads in these rows, where it is not this crate's.
@@ -32,7 +32,7 @@ pub(super) struct Piece {
 
 /// The tensor or the weight of a piece.
 #[derive(Debug, Clone)]
-pub(super) enum Stored {
+pub(super) enum PieceStorage {
     Tensor(Tensor),
     /// A weight whose codes are multiplied as they are.
     Quantized {
@@ -42,7 +42,7 @@ pub(super) enum Stored {
     },
 }
 
-impl Stored {
+impl PieceStorage {
     /// Returns whether training may change the numbers.
     fn is_tracked(&self) -> bool {
         match self {
@@ -63,7 +63,7 @@ impl From<Tensor> for Parameter {
     fn from(tensor: Tensor) -> Self {
         let range = 0..tensor.dims()[0];
         let dtype = tensor.dtype();
-        Self(vec![Piece { stored: Stored::Tensor(tensor), groups: 1, range, reordered: None, dtype }])
+        Self(vec![Piece { stored: PieceStorage::Tensor(tensor), groups: 1, range, reordered: None, dtype }])
     }
 }
 
@@ -87,7 +87,9 @@ impl Piece {
 
     /// Returns whether the rows of `next` follow these rows in one tensor.
     fn is_followed_by(&self, next: &Self) -> bool {
-        let (Stored::Tensor(own), Stored::Tensor(other)) = (&self.stored, &next.stored) else { return false };
+        let (PieceStorage::Tensor(own), PieceStorage::Tensor(other)) = (&self.stored, &next.stored) else {
+            return false;
+        };
         let is_plain = |piece: &Self| piece.groups == 1 && piece.reordered.is_none();
         let is_adjacent = own.id() == other.id() && self.range.end == next.range.start;
         is_plain(self) && is_plain(next) && is_adjacent
@@ -104,8 +106,8 @@ impl Piece {
 
     fn stored_rows(&self) -> Result<Tensor> {
         let tensor = match &self.stored {
-            Stored::Tensor(tensor) => tensor,
-            Stored::Quantized { weight, empty } => {
+            PieceStorage::Tensor(tensor) => tensor,
+            PieceStorage::Quantized { weight, empty } => {
                 return self.quantized_rows(weight)?.dequantize()?.to_device(empty.device());
             }
         };
@@ -185,20 +187,20 @@ impl Parameter {
         dtype: DType,
     ) -> Result<Self> {
         let empty = Tensor::zeros((0, weight.inputs), dtype, device)?;
-        let stored = Stored::Quantized { weight, empty };
+        let stored = PieceStorage::Quantized { weight, empty };
         Ok(Self::from(Piece { stored, groups, range, reordered: None, dtype }))
     }
 
     /// Returns whether some rows are those of a quantised weight.
     pub fn has_codes(&self) -> bool {
-        self.0.iter().any(|piece| matches!(piece.stored, Stored::Quantized { .. }))
+        self.0.iter().any(|piece| matches!(piece.stored, PieceStorage::Quantized { .. }))
     }
 
     /// Returns the rows as one quantised weight; `None` where rows are of tensors, or of weights in several formats.
     pub fn quantized(&self) -> Result<Option<Arc<QuantizedWeight>>> {
         let mut pieces = Vec::new();
         for piece in &self.0 {
-            let Stored::Quantized { weight, .. } = &piece.stored else { return Ok(None) };
+            let PieceStorage::Quantized { weight, .. } = &piece.stored else { return Ok(None) };
             pieces.push(piece.quantized_rows(weight)?);
         }
         if let [only] = &pieces[..] {
@@ -211,7 +213,7 @@ impl Parameter {
     /// quantised weight it is an empty tensor with the columns, the dtype and the device of the numbers.
     pub fn first(&self) -> &Tensor {
         match &self.0[0].stored {
-            Stored::Tensor(tensor) | Stored::Quantized { empty: tensor, .. } => tensor,
+            PieceStorage::Tensor(tensor) | PieceStorage::Quantized { empty: tensor, .. } => tensor,
         }
     }
 
@@ -226,7 +228,7 @@ impl Parameter {
         let mut pieces = Vec::new();
         for piece in self.0 {
             let stored = match &piece.stored {
-                Stored::Tensor(tensor) if !tensor.track_op() => Stored::Tensor(tensor.to_dtype(dtype)?),
+                PieceStorage::Tensor(tensor) if !tensor.track_op() => PieceStorage::Tensor(tensor.to_dtype(dtype)?),
                 other => other.clone(),
             };
             pieces.push(Piece { stored, dtype, ..piece });

@@ -21,12 +21,12 @@ const LENGTH_BYTES: usize = size_of::<u64>();
 /// Parts by name.
 #[derive(Default)]
 struct Parts {
-    tensors: Vec<Part>,
+    tensors: Vec<TensorPart>,
     /// Words that are no tensors, such as the kind of the values.
     words: HashMap<String, String>,
 }
 
-struct Part {
+struct TensorPart {
     name: String,
     dtype: Dtype,
     shape: Vec<usize>,
@@ -35,7 +35,7 @@ struct Part {
 
 impl Parts {
     fn push(&mut self, name: impl ToString, dtype: Dtype, count: usize, bytes: Vec<u8>) {
-        self.tensors.push(Part { name: name.to_string(), dtype, shape: vec![count], bytes });
+        self.tensors.push(TensorPart { name: name.to_string(), dtype, shape: vec![count], bytes });
     }
 
     fn say(&mut self, word: &str, value: impl ToString) {
@@ -159,7 +159,7 @@ impl QuantizedWeight {
             parts.push("input_order", Dtype::U32, order.len(), bytes);
         }
         let mut views = Vec::new();
-        for Part { name, dtype, shape, bytes } in &parts.tensors {
+        for TensorPart { name, dtype, shape, bytes } in &parts.tensors {
             let view = TensorView::new(*dtype, shape.clone(), bytes);
             views.push((name, view.map_err(|error| Error::msg(format!("[{OP}] {name}: {error}")))?));
         }

@@ -292,15 +292,15 @@ impl WholeTensors for ShardedVarBuilder<'static> {
         let prefix = self.prefix();
         let dtype = self.dtype();
         let device = self.device().clone();
-        let root = VarBuilder::from_backend(Box::new(Whole(self.root())), dtype, device);
+        let root = VarBuilder::from_backend(Box::new(WholeBackend(self.root())), dtype, device);
         if prefix.is_empty() { root } else { root.pp(prefix) }
     }
 }
 
 /// A backend of whole tensors over a sharded builder.
-struct Whole(ShardedVarBuilder<'static>);
+struct WholeBackend(ShardedVarBuilder<'static>);
 
-impl SimpleBackend for Whole {
+impl SimpleBackend for WholeBackend {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         self.0.clone().set_dtype(dtype).set_device(device.clone()).get_with_hints(shape, name, Shard::default())
     }

@@ -15,7 +15,7 @@ use candle_attention_kernels::{self as kernels, Workers, for_each_chunk};
 pub const TASK_ELEMENTS: usize = 1 << 14;
 
 /// Element types of tensors whose rows are computed in f32. The `scratch` of the methods is a buffer of the task.
-pub trait Element: kernels::Element + WithDType {
+pub trait TensorElement: kernels::Element + WithDType {
     /// Returns a row in f32.
     fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32];
 
@@ -23,7 +23,7 @@ pub trait Element: kernels::Element + WithDType {
     fn write(ys: &mut [Self], scratch: &mut Vec<f32>, compute: impl FnOnce(&mut [f32]));
 }
 
-impl Element for f32 {
+impl TensorElement for f32 {
     fn widen<'a>(xs: &'a [Self], _: &'a mut Vec<f32>) -> &'a [f32] {
         xs
     }
@@ -35,7 +35,7 @@ impl Element for f32 {
 
 macro_rules! widened {
     ($($float:ty),+) => {$(
-        impl Element for $float {
+        impl TensorElement for $float {
             fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32] {
                 scratch.resize(xs.len(), 0.0);
                 xs.convert_to_f32_slice(scratch);
@@ -143,7 +143,7 @@ pub struct Mapped<O> {
 }
 
 /// Runs a pass over the rows of `views`, which all have the shape of `like`, on the threads that pay for it.
-pub fn map_rows<E: Element, O: Element, P: RowPass<E, N>, const N: usize>(
+pub fn map_rows<E: TensorElement, O: TensorElement, P: RowPass<E, N>, const N: usize>(
     like: &HeadRows<E>,
     views: [&HeadRows<E>; N],
     sums: Option<Sums>,
@@ -180,7 +180,7 @@ pub fn map_rows<E: Element, O: Element, P: RowPass<E, N>, const N: usize>(
 }
 
 /// Runs a pass over the tokens from `first_token` on, one for each of `token_outputs`, which are H · D numbers each.
-fn run_task<'o, E: Element, O: Element + 'o, P: RowPass<E, N>, const N: usize>(
+fn run_task<'o, E: TensorElement, O: TensorElement + 'o, P: RowPass<E, N>, const N: usize>(
     first_token: usize,
     token_outputs: impl Iterator<Item = &'o mut [O]>,
     d: usize,

@@ -11,7 +11,7 @@ mod plain;
 mod ternary;
 mod types;
 
-pub use types::{GgmlType, Numbers};
+pub use types::{GgmlNumbers, GgmlType};
 
 #[cfg(test)]
 mod tests {

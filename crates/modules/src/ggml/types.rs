@@ -24,33 +24,33 @@ pub struct GgmlType {
     pub block: usize,
     /// The bytes of a block.
     pub bytes: usize,
-    form: Form,
+    form: GgmlForm,
 }
 
 /// The form of the numbers of a type.
 #[derive(Debug)]
-enum Form {
+enum GgmlForm {
     /// Numbers by themselves, which a function converts to f32.
     Plain(fn(&[u8]) -> Vec<f32>),
     /// Blocks of codes and scales.
-    Codes(Codes),
+    Codes(GgmlCodes),
 }
 
 #[derive(Debug)]
-struct Codes {
+struct GgmlCodes {
     /// The bits of a code.
     bits: usize,
     /// The numbers that share a scale.
     group: usize,
-    values: Values,
-    scales: Scales,
+    values: GgmlValues,
+    scales: GgmlScales,
     /// Appends a block.
     append: fn(&[u8], &mut Unpacked),
 }
 
 /// The number of a code, before it is multiplied by the scale.
 #[derive(Debug)]
-enum Values {
+enum GgmlValues {
     /// The code minus half of all codes.
     Signed,
     /// The code; a minimum, in the form of the scales, is added to its product with the scale.
@@ -60,7 +60,7 @@ enum Values {
 
 /// The form of the scales.
 #[derive(Debug)]
-enum Scales {
+enum GgmlScales {
     F16,
     F32,
     /// Bytes, for each of which a function returns the scale.
@@ -71,14 +71,14 @@ enum Scales {
 
 /// The numbers of a tensor.
 #[derive(Debug)]
-pub enum Numbers {
+pub enum GgmlNumbers {
     /// Numbers in f32, of a type without codes.
     Plain(Tensor),
     /// Codes and scales.
     Codes(Box<QuantizedWeight>),
 }
 
-impl Numbers {
+impl GgmlNumbers {
     /// Returns the numbers in f32, (rows, columns).
     ///
     /// # Errors
@@ -92,12 +92,12 @@ impl Numbers {
 }
 
 const fn plain_type(number: u32, name: &'static str, bytes: usize, convert: fn(&[u8]) -> Vec<f32>) -> GgmlType {
-    GgmlType { number, name, block: 1, bytes, form: Form::Plain(convert) }
+    GgmlType { number, name, block: 1, bytes, form: GgmlForm::Plain(convert) }
 }
 
 /// Returns a type; `block` has its numbers and bytes.
-const fn of(number: u32, name: &'static str, block: Block, codes: Codes) -> GgmlType {
-    GgmlType { number, name, block: block.numbers, bytes: block.bytes, form: Form::Codes(codes) }
+const fn of(number: u32, name: &'static str, block: Block, codes: GgmlCodes) -> GgmlType {
+    GgmlType { number, name, block: block.numbers, bytes: block.bytes, form: GgmlForm::Codes(codes) }
 }
 
 /// The size of a block.
@@ -116,21 +116,21 @@ const TYPES: &[GgmlType] = &[
     plain_type(0, "F32", 4, plain::f32s),
     plain_type(1, "F16", 2, plain::f16s),
     of(2, "Q4_0", block_of(32, 18), signed(4, 32, blocks::q4_0)),
-    of(3, "Q4_1", block_of(32, 20), with_minimums(4, 32, Scales::F16, blocks::q4_1)),
+    of(3, "Q4_1", block_of(32, 20), with_minimums(4, 32, GgmlScales::F16, blocks::q4_1)),
     of(6, "Q5_0", block_of(32, 22), signed(5, 32, blocks::q5_0)),
-    of(7, "Q5_1", block_of(32, 24), with_minimums(5, 32, Scales::F16, blocks::q5_1)),
+    of(7, "Q5_1", block_of(32, 24), with_minimums(5, 32, GgmlScales::F16, blocks::q5_1)),
     of(8, "Q8_0", block_of(32, 34), signed(8, 32, blocks::q8_0)),
-    of(10, "Q2_K", block_of(256, 84), with_minimums(2, 16, Scales::Nested, k_quants::q2_k)),
-    of(11, "Q3_K", block_of(256, 110), Codes { scales: Scales::Nested, ..signed(3, 16, k_quants::q3_k) }),
-    of(12, "Q4_K", block_of(256, 144), with_minimums(4, 32, Scales::Nested, k_quants::q4_k)),
-    of(13, "Q5_K", block_of(256, 176), with_minimums(5, 32, Scales::Nested, k_quants::q5_k)),
-    of(14, "Q6_K", block_of(256, 210), Codes { scales: Scales::Nested, ..signed(6, 16, k_quants::q6_k) }),
-    of(15, "Q8_K", block_of(256, 292), Codes { scales: Scales::F32, ..signed(8, 256, blocks::q8_k) }),
+    of(10, "Q2_K", block_of(256, 84), with_minimums(2, 16, GgmlScales::Nested, k_quants::q2_k)),
+    of(11, "Q3_K", block_of(256, 110), GgmlCodes { scales: GgmlScales::Nested, ..signed(3, 16, k_quants::q3_k) }),
+    of(12, "Q4_K", block_of(256, 144), with_minimums(4, 32, GgmlScales::Nested, k_quants::q4_k)),
+    of(13, "Q5_K", block_of(256, 176), with_minimums(5, 32, GgmlScales::Nested, k_quants::q5_k)),
+    of(14, "Q6_K", block_of(256, 210), GgmlCodes { scales: GgmlScales::Nested, ..signed(6, 16, k_quants::q6_k) }),
+    of(15, "Q8_K", block_of(256, 292), GgmlCodes { scales: GgmlScales::F32, ..signed(8, 256, blocks::q8_k) }),
     of(16, "IQ2_XXS", block_of(256, 66), nested_table(32, IQ2_VALUES, codebooks::iq2_xxs)),
     of(17, "IQ2_XS", block_of(256, 74), nested_table(16, IQ2_VALUES, codebooks::iq2_xs)),
     of(18, "IQ3_XXS", block_of(256, 98), nested_table(32, IQ3_XXS_VALUES, codebooks::iq3_xxs)),
     of(19, "IQ1_S", block_of(256, 50), nested_table(32, IQ1_VALUES, codebooks::iq1_s)),
-    of(20, "IQ4_NL", block_of(32, 18), table(32, IQ4_VALUES, Scales::F16, blocks::q4_0)),
+    of(20, "IQ4_NL", block_of(32, 18), table(32, IQ4_VALUES, GgmlScales::F16, blocks::q4_0)),
     of(21, "IQ3_S", block_of(256, 110), nested_table(32, IQ3_S_VALUES, codebooks::iq3_s)),
     of(22, "IQ2_S", block_of(256, 82), nested_table(16, IQ2_VALUES, codebooks::iq2_s)),
     of(23, "IQ4_XS", block_of(256, 136), nested_table(32, IQ4_VALUES, blocks::iq4_xs)),
@@ -143,27 +143,27 @@ const TYPES: &[GgmlType] = &[
     plain_type(30, "BF16", 2, plain::bf16s),
     of(34, "TQ1_0", block_of(256, 54), signed(4, 256, ternary::tq1_0)),
     of(35, "TQ2_0", block_of(256, 66), signed(4, 256, ternary::tq2_0)),
-    of(39, "MXFP4", block_of(32, 17), table(32, FP4_VALUES, Scales::Bytes(blocks::half_of_e8m0), blocks::mxfp4)),
-    of(40, "NVFP4", block_of(64, 36), table(16, FP4_VALUES, Scales::Bytes(blocks::half_of_e4m3), blocks::nvfp4)),
+    of(39, "MXFP4", block_of(32, 17), table(32, FP4_VALUES, GgmlScales::Bytes(blocks::half_of_e8m0), blocks::mxfp4)),
+    of(40, "NVFP4", block_of(64, 36), table(16, FP4_VALUES, GgmlScales::Bytes(blocks::half_of_e4m3), blocks::nvfp4)),
     of(41, "Q1_0", block_of(128, 18), signed(4, 128, blocks::q1_0)),
 ];
 
 /// Returns codes on both sides of 0, with a scale in f16 for each group.
-const fn signed(bits: usize, group: usize, append: fn(&[u8], &mut Unpacked)) -> Codes {
-    Codes { bits, group, values: Values::Signed, scales: Scales::F16, append }
+const fn signed(bits: usize, group: usize, append: fn(&[u8], &mut Unpacked)) -> GgmlCodes {
+    GgmlCodes { bits, group, values: GgmlValues::Signed, scales: GgmlScales::F16, append }
 }
 
-const fn with_minimums(bits: usize, group: usize, scales: Scales, append: fn(&[u8], &mut Unpacked)) -> Codes {
-    Codes { bits, group, values: Values::Minimums, scales, append }
+const fn with_minimums(bits: usize, group: usize, scales: GgmlScales, append: fn(&[u8], &mut Unpacked)) -> GgmlCodes {
+    GgmlCodes { bits, group, values: GgmlValues::Minimums, scales, append }
 }
 
 /// Returns codes of 4 bits by a table.
-const fn table(group: usize, values: [f32; 16], scales: Scales, append: fn(&[u8], &mut Unpacked)) -> Codes {
-    Codes { bits: 4, group, values: Values::Table(values), scales, append }
+const fn table(group: usize, values: [f32; 16], scales: GgmlScales, append: fn(&[u8], &mut Unpacked)) -> GgmlCodes {
+    GgmlCodes { bits: 4, group, values: GgmlValues::Table(values), scales, append }
 }
 
-const fn nested_table(group: usize, values: [f32; 16], append: fn(&[u8], &mut Unpacked)) -> Codes {
-    table(group, values, Scales::Nested, append)
+const fn nested_table(group: usize, values: [f32; 16], append: fn(&[u8], &mut Unpacked)) -> GgmlCodes {
+    table(group, values, GgmlScales::Nested, append)
 }
 
 impl GgmlType {
@@ -248,7 +248,7 @@ impl GgmlType {
     /// Returns whether the numbers of the type are codes with scales.
     #[must_use]
     pub fn has_codes(&self) -> bool {
-        matches!(self.form, Form::Codes(_))
+        matches!(self.form, GgmlForm::Codes(_))
     }
 
     /// Checks that data are the blocks of a number of rows.
@@ -268,18 +268,20 @@ impl GgmlType {
     ///
     /// # Errors
     /// For data of another length than the shape says, and if memory is short.
-    pub fn read(&self, data: &[u8], rows: usize, columns: usize) -> Result<Numbers> {
+    pub fn read(&self, data: &[u8], rows: usize, columns: usize) -> Result<GgmlNumbers> {
         self.check_blocks(data, rows, columns)?;
         match &self.form {
-            Form::Plain(convert) => Tensor::from_vec(convert(data), (rows, columns), &Device::Cpu).map(Numbers::Plain),
-            Form::Codes(codes) => {
-                codes.read(data, self.bytes, rows, columns).map(|weight| Numbers::Codes(weight.into()))
+            GgmlForm::Plain(convert) => {
+                Tensor::from_vec(convert(data), (rows, columns), &Device::Cpu).map(GgmlNumbers::Plain)
+            }
+            GgmlForm::Codes(codes) => {
+                codes.read(data, self.bytes, rows, columns).map(|weight| GgmlNumbers::Codes(weight.into()))
             }
         }
     }
 }
 
-impl Codes {
+impl GgmlCodes {
     fn read(&self, data: &[u8], block_bytes: usize, outputs: usize, inputs: usize) -> Result<QuantizedWeight> {
         let mut unpacked = Unpacked::default();
         unpacked.codes.reserve(outputs * inputs);
@@ -287,24 +289,24 @@ impl Codes {
             (self.append)(block, &mut unpacked);
         }
         let Unpacked { codes, halves, singles, bytes, minimum_halves, minimum_bytes } = unpacked;
-        let has_minimums = matches!(self.values, Values::Minimums);
+        let has_minimums = matches!(self.values, GgmlValues::Minimums);
         let nested = |numbers, factors| {
             let middle = if has_minimums { 0 } else { WHOLE_ZERO };
             GroupNumbers::Nested { numbers, middle, factors, groups_of_factor: NUMBERS_OF_FACTOR / self.group }
         };
         let values = match self.values {
-            Values::Signed => CodeValues::Signed,
-            Values::Table(values) => CodeValues::Table(values),
-            Values::Minimums if matches!(self.scales, Scales::Nested) => {
+            GgmlValues::Signed => CodeValues::Signed,
+            GgmlValues::Table(values) => CodeValues::Table(values),
+            GgmlValues::Minimums if matches!(self.scales, GgmlScales::Nested) => {
                 CodeValues::Minimums(nested(minimum_bytes, minimum_halves))
             }
-            Values::Minimums => CodeValues::Minimums(GroupNumbers::F16(minimum_halves)),
+            GgmlValues::Minimums => CodeValues::Minimums(GroupNumbers::F16(minimum_halves)),
         };
         let scales = match self.scales {
-            Scales::F16 => GroupNumbers::F16(halves),
-            Scales::F32 => GroupNumbers::F32(singles),
-            Scales::Bytes(number) => GroupNumbers::Bytes { bytes, table: (0..=u8::MAX).map(number).collect() },
-            Scales::Nested => nested(bytes, halves),
+            GgmlScales::F16 => GroupNumbers::F16(halves),
+            GgmlScales::F32 => GroupNumbers::F32(singles),
+            GgmlScales::Bytes(number) => GroupNumbers::Bytes { bytes, table: (0..=u8::MAX).map(number).collect() },
+            GgmlScales::Nested => nested(bytes, halves),
         };
         let weight = QuantizedWeight {
             outputs,

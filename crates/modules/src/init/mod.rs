@@ -55,16 +55,16 @@ use crate::base::{filled, number, to_device};
 /// originals stay in memory until the last handle and the last `VarBuilder` are dropped.
 #[derive(Clone)]
 pub struct TorchSeed {
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<DrawnState>>,
 }
 
-struct State {
+struct DrawnState {
     generator: Generator,
-    parameters: HashMap<String, Parameter>,
+    parameters: HashMap<String, DrawnParameter>,
 }
 
 /// A drawn parameter, exact and as it was last requested, so that tied weights share one tensor.
-struct Parameter {
+struct DrawnParameter {
     exact: Tensor,
     served: Tensor,
 }
@@ -72,7 +72,7 @@ struct Parameter {
 impl TorchSeed {
     /// Creates the generator of `torch.manual_seed(seed)`. PyTorch uses the low 32 bits.
     pub fn new(seed: u64) -> Self {
-        let state = State { generator: Generator::new(seed), parameters: HashMap::new() };
+        let state = DrawnState { generator: Generator::new(seed), parameters: HashMap::new() };
         Self { state: Arc::new(Mutex::new(state)) }
     }
 
@@ -127,7 +127,7 @@ impl TorchSeed {
 
     /// Locks the state. A thread that panicked while it held the lock had drawn whole numbers, so the
     /// generator is valid.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, DrawnState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -144,7 +144,7 @@ impl SimpleBackend for TorchSeed {
             bail!("[torch_seed] parameter `{name}` is requested in {dtype:?}, expected a float")
         }
         let mut state = self.lock();
-        let State { generator, parameters } = &mut *state;
+        let DrawnState { generator, parameters } = &mut *state;
         let parameter = match parameters.entry(name.to_string()) {
             Entry::Occupied(entry) => {
                 let drawn = entry.get().exact.shape();
@@ -158,7 +158,7 @@ impl SimpleBackend for TorchSeed {
             }
             Entry::Vacant(entry) => {
                 let exact = generator.draw(&format!("[torch_seed] parameter `{name}`:"), hint, &shape)?;
-                entry.insert(Parameter { served: exact.clone(), exact })
+                entry.insert(DrawnParameter { served: exact.clone(), exact })
             }
         };
         parameter.serve(dtype, device)
@@ -177,7 +177,7 @@ impl SimpleBackend for TorchSeed {
     }
 }
 
-impl Parameter {
+impl DrawnParameter {
     fn serve(&mut self, dtype: DType, device: &Device) -> Result<Tensor> {
         if self.served.dtype() != dtype || !self.served.device().same_device(device) {
             self.served = to_device(&self.exact.to_dtype(dtype)?, device)?;

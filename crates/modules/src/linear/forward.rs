@@ -9,7 +9,7 @@ use candle_nn::Linear;
 use super::cuda::{CudaRows, RowsEpilogue};
 use super::cuda_codes::affine_of_codes;
 use super::matrix::{as_matrix, contiguous};
-use super::product::{Epilogue, Factor, cuda_activation, kernel_activation, plain, product};
+use super::product::{Factor, ProductEpilogue, cuda_activation, kernel_activation, plain, product};
 use super::{OP, PackedLinear, Weight};
 use crate::base::{Dim, Expect, check_memory, is_addressable, part};
 
@@ -74,7 +74,7 @@ impl PackedLinear {
         {
             let activation = self.activation.map(kernel_activation).transpose()?;
             let factor = Factor::Packed { weight: weight.clone(), columns };
-            let epilogue = Epilogue { activation, residual, up: None };
+            let epilogue = ProductEpilogue { activation, residual, up: None };
             return product(&self.in_order(xs)?, factor, self.bias.as_ref(), epilogue);
         }
         if xs.device().is_cuda()
@@ -134,12 +134,12 @@ impl PackedLinear {
         match &self.weight {
             Weight::Packed(weight) => {
                 let factor = Factor::Packed { weight: weight.clone(), columns };
-                product(&self.in_order(xs)?, factor, self.bias.as_ref(), Epilogue::default())
+                product(&self.in_order(xs)?, factor, self.bias.as_ref(), ProductEpilogue::default())
             }
             Weight::Tracked { weight, instruction_set } => {
                 let weight = as_matrix("weight", &own(weight)?)?;
                 let factor = Factor::Matrix { weight, instruction_set: *instruction_set };
-                product(xs, factor, bias.as_ref(), Epilogue::default())
+                product(xs, factor, bias.as_ref(), ProductEpilogue::default())
             }
             Weight::Codes(weight) => affine_of_codes(&self.in_order(xs)?, weight.rows(columns)?, bias.as_ref()),
             // Candle's quantised product has no gradient and needs a matrix that is not empty.

@@ -4,7 +4,7 @@ use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::Activation;
 
 use super::cuda::{CudaRows, RowsEpilogue};
-use super::product::{Epilogue, Factor, UpProduct, cuda_activation, kernel_activation, product};
+use super::product::{Factor, ProductEpilogue, UpProduct, cuda_activation, kernel_activation, product};
 use super::{PackedLinear, Weight};
 use crate::cuda_gate::CudaGate;
 
@@ -110,7 +110,7 @@ impl Module for PackedGatedLinear {
         {
             let columns = 0..self.out_dim();
             gate.check(xs, &columns)?;
-            let epilogue = Epilogue {
+            let epilogue = ProductEpilogue {
                 activation: Some(kernel_activation(activation)?),
                 up: Some(UpProduct { weight: up_weight, bias: up.bias.as_ref() }),
                 residual: None,

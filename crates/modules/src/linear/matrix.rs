@@ -6,7 +6,7 @@ use candle_core::{Layout, Result, Storage, Tensor, bail};
 
 use super::OP;
 use crate::base::check_memory;
-use crate::base::rowwise::{Element, Read};
+use crate::base::rowwise::{Read, TensorElement};
 use candle_attention_kernels::linear::Matrix;
 
 /// The number of rows from which a transposed left factor is read in place: the lanes of the widest vector. Fewer rows
@@ -57,7 +57,9 @@ fn even_stride(lead: &[usize], strides: &[usize]) -> Option<usize> {
 ///
 /// # Errors
 /// If the tensor is not a matrix in place; see [`as_matrix`].
-pub(super) fn matrix_of<'a, E: Element>(own: &'a Read<'_, impl Deref<Target = Storage>>) -> Result<Matrix<'a, E>> {
+pub(super) fn matrix_of<'a, E: TensorElement>(
+    own: &'a Read<'_, impl Deref<Target = Storage>>,
+) -> Result<Matrix<'a, E>> {
     match matrix(own.elements()?, own.layout) {
         Some(matrix) => Ok(matrix),
         None => bail!("[{OP}] rows of strides {:?} are not contiguous and evenly spaced", own.layout.stride()),

@@ -8,7 +8,7 @@ use candle_nn::{Activation, Linear};
 
 use super::matrix::{as_left_factor, contiguous, matrix_of};
 use super::{OP, backend};
-use crate::base::rowwise::{Element, Read, read, with_float};
+use crate::base::rowwise::{Read, TensorElement, read, with_float};
 use crate::base::{gradient_of, matmul_ready, record};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::linear::{self, Matrix, PackedWeight, Product, Right, Up, WeightShape};
@@ -66,7 +66,7 @@ impl Factor {
     }
 
     /// Multiplies inputs (.., in) to outputs (.., out), with an epilogue.
-    fn forward<E: Element>(&self, xs: &Tensor, epilogue: linear::Epilogue<E>) -> Result<Vec<E>> {
+    fn forward<E: TensorElement>(&self, xs: &Tensor, epilogue: linear::Epilogue<E>) -> Result<Vec<E>> {
         let xs = read(xs);
         let left = matrix_of(&xs)?;
         match self {
@@ -85,7 +85,7 @@ impl Factor {
     }
 
     /// Computes the gradients of inputs (.., in) from the gradients of outputs (.., out).
-    fn backward<E: Element>(&self, gradient: &Tensor) -> Result<Vec<E>> {
+    fn backward<E: TensorElement>(&self, gradient: &Tensor) -> Result<Vec<E>> {
         let gradient = read(gradient);
         let left = matrix_of(&gradient)?;
         let epilogue = linear::Epilogue::default();
@@ -107,7 +107,7 @@ impl Factor {
 
 /// The operations that follow a product with a packed weight in the same pass. Nothing is tracked for gradients.
 #[derive(Default)]
-pub(super) struct Epilogue<'a> {
+pub(super) struct ProductEpilogue<'a> {
     pub activation: Option<linear::Activation>,
     /// The product that the activated outputs are multiplied by.
     pub up: Option<UpProduct<'a>>,
@@ -126,7 +126,7 @@ pub(super) struct UpProduct<'a> {
 ///
 /// The bias of a packed weight is contiguous, has all outputs and is in f32. The bias of another weight is in the
 /// inputs' dtype, as the weight is. Inputs, weight and bias may be tracked for gradients.
-pub(super) fn product(xs: &Tensor, factor: Factor, bias: Option<&Tensor>, epilogue: Epilogue) -> Result<Tensor> {
+pub(super) fn product(xs: &Tensor, factor: Factor, bias: Option<&Tensor>, epilogue: ProductEpilogue) -> Result<Tensor> {
     let xs = as_left_factor("input", xs)?;
     let wide_bias = bias.map(|bias| bias.to_dtype(DType::F32)).transpose()?;
     let residual = epilogue.residual.map(|residual| contiguous("residual", residual)).transpose()?;
@@ -156,16 +156,21 @@ pub(super) fn product(xs: &Tensor, factor: Factor, bias: Option<&Tensor>, epilog
 }
 
 /// The gradients of a product.
-struct Gradients {
+struct OperandGradients {
     xs: Option<Tensor>,
     weight: Option<Tensor>,
     bias: Option<Tensor>,
 }
 
-fn gradients<E: Element>(xs: &Tensor, factor: &Factor, bias_is_tracked: bool, gradient: &Tensor) -> Result<Gradients> {
+fn gradients<E: TensorElement>(
+    xs: &Tensor,
+    factor: &Factor,
+    bias_is_tracked: bool,
+    gradient: &Tensor,
+) -> Result<OperandGradients> {
     let gradient = as_left_factor("gradient", gradient)?;
     let xs_numbers = if xs.track_op() { Some(factor.backward::<E>(&gradient)?) } else { None };
-    let mut found = Gradients { xs: gradient_of(Some(xs), xs_numbers)?, weight: None, bias: None };
+    let mut found = OperandGradients { xs: gradient_of(Some(xs), xs_numbers)?, weight: None, bias: None };
     let Factor::Matrix { weight, instruction_set } = factor else { return Ok(found) };
     let xs_storage = read(xs);
     let gradient_storage = read(&gradient);
@@ -229,7 +234,7 @@ fn with_width(dims: &[usize], width: usize) -> Shape {
 }
 
 /// Multiplies on the thread pool of short calls.
-fn multiply<E: Element>(left: Matrix<E>, right: Right<E>, epilogue: linear::Epilogue<E>) -> Result<Vec<E>> {
+fn multiply<E: TensorElement>(left: Matrix<E>, right: Right<E>, epilogue: linear::Epilogue<E>) -> Result<Vec<E>> {
     linear::multiply_vec(&Product { left, right, epilogue }).map_err(kernel_error)
 }
 

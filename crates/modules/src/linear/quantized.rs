@@ -9,7 +9,7 @@ use super::codes::pack_parts;
 use super::product::{choose_instruction_set, pack};
 use super::{OP, PackedLinear, Weight};
 use crate::base::{Dim, Expect, QuantizedWeight, check_memory};
-use crate::ggml::{GgmlType, Numbers};
+use crate::ggml::{GgmlNumbers, GgmlType};
 use candle_attention_kernels::linear::{PackedWeight, WeightShape};
 
 impl PackedLinear {
@@ -133,8 +133,8 @@ fn pack_blocks(kind: &GgmlType, blocks: &[u8], shape: WeightShape) -> Result<Opt
     kind.check_blocks(blocks, shape.outputs, shape.inputs)?;
     let row = blocks.len() / shape.outputs.max(1);
     pack_parts(shape, |rows| match kind.read(&blocks[rows.start * row..rows.end * row], rows.len(), shape.inputs)? {
-        Numbers::Codes(codes) => Ok(*codes),
-        Numbers::Plain(_) => bail!("[{OP}] expected a type with codes, found {}", kind.name),
+        GgmlNumbers::Codes(codes) => Ok(*codes),
+        GgmlNumbers::Plain(_) => bail!("[{OP}] expected a type with codes, found {}", kind.name),
     })
 }
 
@@ -154,8 +154,8 @@ fn codes_of(weight: &QTensor, shape: WeightShape) -> Result<Option<Box<Quantized
     }
     let Some(kind) = GgmlType::find(GgmlType::number_of(weight.dtype())) else { return Ok(None) };
     match kind.read(&weight.data()?, shape.outputs, shape.inputs)? {
-        Numbers::Codes(codes) => Ok(Some(codes)),
-        Numbers::Plain(_) => Ok(None),
+        GgmlNumbers::Codes(codes) => Ok(Some(codes)),
+        GgmlNumbers::Plain(_) => Ok(None),
     }
 }
 

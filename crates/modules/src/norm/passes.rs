@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::base::rowwise::{Element, Row, RowPass};
+use crate::base::rowwise::{Row, RowPass, TensorElement};
 use crate::gate::GateActivation;
 
 /// The number of partial sums that a sum over a row is split into, so that the compiler vectorises it.
@@ -38,12 +38,12 @@ pub(super) struct AffineSlices<'a> {
 }
 
 /// `normed(x) · weight + bias`.
-pub(super) struct Forward<'a> {
+pub(super) struct NormForward<'a> {
     pub norm: RowNorm,
     pub affine: AffineSlices<'a>,
 }
 
-impl Forward<'_> {
+impl NormForward<'_> {
     #[inline]
     fn compute(&self, head: usize, xs: &[f32], ys: &mut [f32]) {
         let d = xs.len();
@@ -65,7 +65,7 @@ impl Forward<'_> {
     }
 }
 
-impl<E> RowPass<E, 1> for Forward<'_> {
+impl<E> RowPass<E, 1> for NormForward<'_> {
     type Scratch = ();
 
     fn compute(&self, row: Row<1>, (): &mut ()) {
@@ -76,7 +76,7 @@ impl<E> RowPass<E, 1> for Forward<'_> {
 
 /// `normed(x) · weight · activation(gate)`.
 pub(super) struct GatedForward<'a> {
-    pub forward: Forward<'a>,
+    pub forward: NormForward<'a>,
     pub activation: GateActivation,
 }
 
@@ -93,14 +93,14 @@ impl<E> RowPass<E, 2> for GatedForward<'_> {
 }
 
 /// The gradient of rows, and the sums that are the gradients of weight and bias.
-pub(super) struct Backward<'a> {
+pub(super) struct NormBackward<'a> {
     pub norm: RowNorm,
     pub weight: &'a [f32],
     /// The number of sums of the weight's gradient. The sums of the bias follow them.
     pub weight_sums: usize,
 }
 
-impl Backward<'_> {
+impl NormBackward<'_> {
     #[inline]
     fn compute(&self, head: usize, xs: &[f32], gradient: &[f32], xs_grad: &mut [f32], sums: &mut [f32]) {
         let d = xs.len() as f32;
@@ -129,7 +129,7 @@ impl Backward<'_> {
     }
 }
 
-impl<E> RowPass<E, 2> for Backward<'_> {
+impl<E> RowPass<E, 2> for NormBackward<'_> {
     type Scratch = ();
 
     fn compute(&self, row: Row<2>, (): &mut ()) {
@@ -138,9 +138,9 @@ impl<E> RowPass<E, 2> for Backward<'_> {
     }
 }
 
-/// [`Backward`] of a norm that is multiplied by an activated gate.
+/// [`NormBackward`] of a norm that is multiplied by an activated gate.
 pub(super) struct GatedBackward<'a> {
-    pub backward: Backward<'a>,
+    pub backward: NormBackward<'a>,
     pub activation: GateActivation,
 }
 
@@ -156,7 +156,7 @@ impl<E> Default for GatedScratch<E> {
     }
 }
 
-impl<E: Element> RowPass<E, 3> for GatedBackward<'_> {
+impl<E: TensorElement> RowPass<E, 3> for GatedBackward<'_> {
     type Scratch = GatedScratch<E>;
 
     fn compute(&self, row: Row<3>, scratch: &mut GatedScratch<E>) {

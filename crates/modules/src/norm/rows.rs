@@ -5,8 +5,10 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::passes::{AffineSlices, Backward, Forward, GateGradient, GatedBackward, GatedForward, RowNorm};
-use crate::base::rowwise::{Element, HeadRows, Sums, TASK_ELEMENTS, map_rows, read, with_contiguous_rows, with_float};
+use super::passes::{AffineSlices, GateGradient, GatedBackward, GatedForward, NormBackward, NormForward, RowNorm};
+use crate::base::rowwise::{
+    HeadRows, Sums, TASK_ELEMENTS, TensorElement, map_rows, read, with_contiguous_rows, with_float,
+};
 use crate::base::{gradient_of, record};
 use crate::gate::GateActivation;
 
@@ -31,7 +33,7 @@ impl RowNorm {
     /// `xs` is a view (D,), (T, D), (B, T, D) or (B, T, H, D) in f32, bf16 or f16. The result is contiguous and has the
     /// shape and dtype of `xs`. Gradients reach all tensors.
     pub fn apply(self, xs: &Tensor, affine: &Affine) -> Result<Tensor> {
-        let operands = Operands { xs: with_contiguous_rows(xs)?, affine: affine.clone() };
+        let operands = NormInputs { xs: with_contiguous_rows(xs)?, affine: affine.clone() };
         with_float!(OP, xs.dtype(), |E| {
             let ys = self.normed::<E>(&operands)?;
             let own = operands.clone();
@@ -73,7 +75,7 @@ impl RowNorm {
         })
     }
 
-    fn normed<E: Element>(self, operands: &Operands) -> Result<Vec<E>> {
+    fn normed<E: TensorElement>(self, operands: &NormInputs) -> Result<Vec<E>> {
         let xs = read(&operands.xs);
         let rows = xs.rows::<E>()?;
         let weight = read(&operands.affine.weight);
@@ -89,10 +91,10 @@ impl RowNorm {
         if let Some(numbers) = affine.bias {
             check_parameter(numbers, &rows)?;
         }
-        Ok(map_rows(&rows, [&rows], None, &Forward { norm: self, affine }).rows)
+        Ok(map_rows(&rows, [&rows], None, &NormForward { norm: self, affine }).rows)
     }
 
-    fn normed_and_gated<E: Element>(self, operands: &GatedOperands) -> Result<Vec<E>> {
+    fn normed_and_gated<E: TensorElement>(self, operands: &GatedOperands) -> Result<Vec<E>> {
         let xs = read(&operands.xs);
         let weight = read(&operands.weight);
         let gate = read(&operands.gate);
@@ -100,13 +102,13 @@ impl RowNorm {
         let weight = weight.contiguous()?;
         check_parameter(weight, &rows)?;
         let pass = GatedForward {
-            forward: Forward { norm: self, affine: AffineSlices { weight, bias: None } },
+            forward: NormForward { norm: self, affine: AffineSlices { weight, bias: None } },
             activation: operands.activation,
         };
         Ok(map_rows(&rows, [&rows, &gate.rows()?], None, &pass).rows)
     }
 
-    fn gradients<E: Element>(self, operands: &Operands, gradient: &Tensor) -> Result<Gradients> {
+    fn gradients<E: TensorElement>(self, operands: &NormInputs, gradient: &Tensor) -> Result<NormInputGradients> {
         let gradient = with_contiguous_rows(gradient)?;
         let xs = read(&operands.xs);
         let weight = read(&operands.affine.weight);
@@ -118,18 +120,18 @@ impl RowNorm {
             Some(bias) if bias.track_op() => bias.elem_count(),
             _ => 0,
         };
-        let pass = Backward { norm: self, weight, weight_sums };
+        let pass = NormBackward { norm: self, weight, weight_sums };
         let sums = sums(&rows, weight_sums + bias_sums);
         let mut found = map_rows::<E, E, _, 2>(&rows, [&rows, &gradient_storage.rows()?], Some(sums), &pass);
         let bias_grad = found.sums.split_off(weight_sums);
-        Ok(Gradients {
+        Ok(NormInputGradients {
             xs: gradient_of(Some(&operands.xs), Some(found.rows))?,
             weight: gradient_of(Some(&operands.affine.weight), Some(found.sums))?,
             bias: gradient_of(operands.affine.bias.as_ref(), Some(bias_grad))?,
         })
     }
 
-    fn gated_gradients<E: Element>(self, operands: &GatedOperands, gradient: &Tensor) -> Result<GatedGradients> {
+    fn gated_gradients<E: TensorElement>(self, operands: &GatedOperands, gradient: &Tensor) -> Result<GatedGradients> {
         let gradient = with_contiguous_rows(gradient)?;
         let xs = read(&operands.xs);
         let weight = read(&operands.weight);
@@ -139,8 +141,10 @@ impl RowNorm {
         let weight = weight.contiguous()?;
         let views = [&rows, &gradient_storage.rows()?, &gate.rows()?];
         let weight_sums = if operands.weight.track_op() { weight.len() } else { 0 };
-        let pass =
-            GatedBackward { backward: Backward { norm: self, weight, weight_sums }, activation: operands.activation };
+        let pass = GatedBackward {
+            backward: NormBackward { norm: self, weight, weight_sums },
+            activation: operands.activation,
+        };
         let found = map_rows::<E, E, _, 3>(&rows, views, Some(sums(&rows, weight_sums)), &pass);
         let gate_grad = if operands.gate.track_op() {
             let gate_pass = GateGradient { norm: self, weight, activation: operands.activation };
@@ -158,13 +162,13 @@ impl RowNorm {
 
 /// The inputs of a norm.
 #[derive(Clone)]
-struct Operands {
+struct NormInputs {
     xs: Tensor,
     affine: Affine,
 }
 
-/// The gradients of [`Operands`].
-struct Gradients {
+/// The gradients of [`NormInputs`].
+struct NormInputGradients {
     xs: Option<Tensor>,
     weight: Option<Tensor>,
     bias: Option<Tensor>,

@@ -13,7 +13,7 @@ use super::bits::append_stream;
 use super::groups::Groups;
 use super::packed_words::{Packing, packing};
 use super::tensors::Tensors;
-use super::{Format, Found, Module, awq_fast};
+use super::{Found, Module, QuantizedFormat, awq_fast};
 use candle_attention_modules::base::{CodeValues, GroupNumbers, QuantizedWeight};
 
 /// The output of each code in a word of 4 bits.
@@ -21,7 +21,7 @@ const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
 /// The sizes of a layer.
 #[derive(Debug, Clone, Copy)]
-struct Sizes {
+struct AwqSizes {
     outputs: usize,
     inputs: usize,
     bits: usize,
@@ -31,12 +31,12 @@ struct Sizes {
 
 /// A layer of the version `gemm`.
 #[derive(Debug)]
-struct Gemm(Sizes);
+struct Gemm(AwqSizes);
 
 /// A layer of the version `gemv`.
 #[derive(Debug)]
 struct Gemv {
-    sizes: Sizes,
+    sizes: AwqSizes,
     /// The number of columns of `scales`.
     columns: usize,
 }
@@ -62,15 +62,15 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
     let number = |keys: [&str; 2]| keys.iter().find_map(|key| object[*key].as_u64()).map(|number| number as usize);
     let bits = number(["bits", "w_bit"]).unwrap_or(4);
     let group = number(["group_size", "q_group_size"]);
-    let format: Option<(Sizes, Arc<dyn Format>)> = match packing {
+    let format: Option<(AwqSizes, Arc<dyn QuantizedFormat>)> = match packing {
         _ if !are_words || !matches!(bits, 2..=8) => None,
         Packing::AwqGemm => gemm(codes, zeros, scales, bits).map(|sizes| (sizes, Arc::new(Gemm(sizes)) as _)),
         _ => gemv(codes, zeros, scales, bits, group).map(|sizes| {
-            let format: Arc<dyn Format> = Arc::new(Gemv { sizes, columns: scales[1] });
+            let format: Arc<dyn QuantizedFormat> = Arc::new(Gemv { sizes, columns: scales[1] });
             (sizes, format)
         }),
     };
-    let Some((Sizes { outputs, inputs, .. }, format)) = format else {
+    let Some((AwqSizes { outputs, inputs, .. }, format)) = format else {
         let shapes = match packing {
             Packing::AwqGemm => {
                 "`qweight` (in, out · bits / 32) and `qzeros` (groups, out · bits / 32) of I32 and `scales` (groups, out)"
@@ -85,7 +85,7 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
 }
 
 /// Returns the sizes of a layer of the version `gemm`; `None` where the shapes do not fit each other.
-fn gemm(codes: [usize; 2], zeros: [usize; 2], scales: [usize; 2], bits: usize) -> Option<Sizes> {
+fn gemm(codes: [usize; 2], zeros: [usize; 2], scales: [usize; 2], bits: usize) -> Option<AwqSizes> {
     let [inputs, words] = codes;
     let [groups, outputs] = scales;
     let is_whole = groups > 0 && inputs > 0 && inputs.is_multiple_of(groups);
@@ -96,17 +96,23 @@ fn gemm(codes: [usize; 2], zeros: [usize; 2], scales: [usize; 2], bits: usize) -
     if bits == 4 && !outputs.is_multiple_of(ORDER.len()) {
         return None;
     }
-    Some(Sizes { outputs, inputs, bits, group: inputs / groups })
+    Some(AwqSizes { outputs, inputs, bits, group: inputs / groups })
 }
 
 /// Returns the sizes of a layer of the version `gemv`; `None` where the shapes do not fit each other.
-fn gemv(codes: [usize; 2], zeros: [usize; 2], scales: [usize; 2], bits: usize, group: Option<usize>) -> Option<Sizes> {
+fn gemv(
+    codes: [usize; 2],
+    zeros: [usize; 2],
+    scales: [usize; 2],
+    bits: usize,
+    group: Option<usize>,
+) -> Option<AwqSizes> {
     let [outputs, words] = codes;
     let inputs = words.checked_mul(32)? / bits;
     let group = group.unwrap_or(inputs);
     let is_whole = outputs > 0 && inputs > 0 && group > 0 && inputs.is_multiple_of(group);
     let fits_groups = scales[1] >= inputs / group.max(1) && scales[1].checked_mul(bits)?.div_ceil(32) == zeros[1];
-    (is_whole && fits_groups && scales[0] == outputs && zeros[0] == outputs).then_some(Sizes {
+    (is_whole && fits_groups && scales[0] == outputs && zeros[0] == outputs).then_some(AwqSizes {
         outputs,
         inputs,
         bits,
@@ -114,7 +120,7 @@ fn gemv(codes: [usize; 2], zeros: [usize; 2], scales: [usize; 2], bits: usize, g
     })
 }
 
-impl Sizes {
+impl AwqSizes {
     /// Returns the codes of words whose rows have codes of all outputs, in the order of the outputs.
     fn codes_of_outputs(self, words: &[u8]) -> Vec<u8> {
         let Self { outputs, bits, .. } = self;
@@ -147,9 +153,9 @@ impl Sizes {
     }
 }
 
-impl Format for Gemm {
+impl QuantizedFormat for Gemm {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
-        let Sizes { outputs, inputs, group, .. } = self.0;
+        let AwqSizes { outputs, inputs, group, .. } = self.0;
         let by_input = self.0.codes_of_outputs(&tensors.bytes("qweight")?);
         let codes = transposed(&by_input, inputs, outputs);
         drop(by_input);
@@ -161,10 +167,10 @@ impl Format for Gemm {
     }
 }
 
-impl Format for Gemv {
+impl QuantizedFormat for Gemv {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let &Self { sizes, columns } = self;
-        let Sizes { outputs, inputs, bits, group } = sizes;
+        let AwqSizes { outputs, inputs, bits, group } = sizes;
         let mut codes = Vec::with_capacity(outputs * inputs);
         append_stream(&tensors.bytes("qweight")?, bits, &mut codes);
         let zero_words = tensors.bytes("qzeros")?;

@@ -1,5 +1,5 @@
-//! AWQ in the version `gemv_fast`: `qweight` (out / 4, in) of I16 with `scales` (groups, out) and `qzeros` (groups, out)
-//! of floats, both of which may have more rows than there are groups.
+//! AWQ in the version `gemv_fast`: `qweight` (out / 4, in) of I16, with `scales` (groups, out) and `qzeros` (groups,
+//! out) of floats, both of which may have more rows than there are groups.
 //!
 //! A number is `code · scale + zero`: the zeros are stored times their scales, and negative. A row of `qweight` has the
 //! codes of 4 outputs, for 64 inputs of one output after the other.
@@ -12,7 +12,7 @@ use safetensors::Dtype;
 use super::bits::append_stream;
 use super::groups::Groups;
 use super::tensors::Tensors;
-use super::{Format, Found, Module};
+use super::{Found, Module, QuantizedFormat};
 use candle_attention_modules::base::{CodeValues, QuantizedWeight};
 
 /// The outputs of a row of `qweight`.
@@ -69,7 +69,7 @@ fn place(input: usize) -> usize {
     pair * 8 + own * 4 + eight
 }
 
-impl Format for GemvFast {
+impl QuantizedFormat for GemvFast {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let &Self { outputs, inputs, group } = self;
         let mut stored = Vec::with_capacity(outputs * inputs);

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::floats::is_float;
 use super::tensors::Tensors;
-use super::{Format, Found, Module};
+use super::{Found, Module, QuantizedFormat};
 use candle_attention_modules::base::{CodeValues, GroupNumbers, QuantizedWeight};
 
 /// The codes of a byte.
@@ -20,7 +20,7 @@ const CODES: usize = 4;
 
 /// How the scale belongs to the numbers of a layer.
 #[derive(Debug, Clone, Copy)]
-enum Scale {
+enum ScaleUse {
     Factor,
     Divisor,
 }
@@ -29,7 +29,7 @@ enum Scale {
 struct BitNet {
     outputs: usize,
     inputs: usize,
-    scale: Scale,
+    scale: ScaleUse,
 }
 
 /// Finds a layer of BitNet.
@@ -48,8 +48,8 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
         bail!("the config says `use_rms_norm` of BitNet, a norm in front of each layer, expected layers without one")
     }
     let scale = match config["linear_class"].as_str() {
-        None | Some("bitlinear") => Scale::Divisor,
-        Some("autobitlinear") => Scale::Factor,
+        None | Some("bitlinear") => ScaleUse::Divisor,
+        Some("autobitlinear") => ScaleUse::Factor,
         Some(other) => {
             bail!("the config says `linear_class` {other:?} of BitNet, expected \"bitlinear\" or \"autobitlinear\"")
         }
@@ -75,7 +75,7 @@ fn check_plain(module: &Module, config: &Value) -> Result<()> {
     Ok(())
 }
 
-impl Format for BitNet {
+impl QuantizedFormat for BitNet {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let &Self { outputs, inputs, scale } = self;
         let stored = tensors.bytes("weight")?;
@@ -85,8 +85,8 @@ impl Format for BitNet {
         }
         let [number] = tensors.f32("weight_scale")?[..] else { bail!("weight_scale is not one number") };
         let number = match scale {
-            Scale::Factor => number,
-            Scale::Divisor => 1.0 / number,
+            ScaleUse::Factor => number,
+            ScaleUse::Divisor => 1.0 / number,
         };
         Ok(QuantizedWeight {
             outputs,

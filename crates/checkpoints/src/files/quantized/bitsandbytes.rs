@@ -16,7 +16,7 @@ use serde::Deserialize;
 
 use super::bits::{append_nibbles_from_high, greatest_common_divisor, signed_to_codes};
 use super::tensors::Tensors;
-use super::{Format, Found, Module};
+use super::{Found, Module, QuantizedFormat};
 use candle_attention_modules::base::{CodeValues, GroupNumbers, QuantizedWeight};
 
 const NF4: &str = "weight.quant_state.bitsandbytes__nf4";
@@ -41,12 +41,12 @@ struct FourBits {
     inputs: usize,
     /// The size of the blocks of the flattened weight that share a scale.
     block: usize,
-    nested: Option<NestedScales>,
+    nested: Option<QuantizedScales>,
 }
 
 /// Scales that are quantised themselves.
 #[derive(Debug)]
-struct NestedScales {
+struct QuantizedScales {
     block: usize,
     /// A number that is added to all scales.
     offset: f32,
@@ -102,7 +102,7 @@ fn four_bits(tensors: &Tensors, state_name: &'static str) -> Result<Found> {
         tensors.expect_count("weight.nested_quant_map", 256)?;
         tensors.expect_count("weight.nested_absmax", blocks.div_ceil(block))?;
         used.extend(["weight.nested_absmax", "weight.nested_quant_map"]);
-        Some(NestedScales { block, offset })
+        Some(QuantizedScales { block, offset })
     } else {
         None
     };
@@ -110,7 +110,7 @@ fn four_bits(tensors: &Tensors, state_name: &'static str) -> Result<Found> {
     Ok(Found { outputs, inputs, format, tensors: used })
 }
 
-impl Format for FourBits {
+impl QuantizedFormat for FourBits {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let &Self { outputs, inputs, block, .. } = self;
         let count = outputs * inputs;
@@ -169,7 +169,7 @@ fn eight_bits(tensors: &Tensors) -> Result<Found> {
     Ok(Found { outputs, inputs, format: Arc::new(EightBits { outputs, inputs }), tensors: used })
 }
 
-impl Format for EightBits {
+impl QuantizedFormat for EightBits {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let &Self { outputs, inputs } = self;
         let mut codes = tensors.bytes("weight")?;

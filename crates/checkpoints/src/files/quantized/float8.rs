@@ -17,47 +17,47 @@ use safetensors::Dtype;
 use super::bits::greatest_common_divisor;
 use super::floats::{e8m0, float8_of};
 use super::tensors::Tensors;
-use super::{Format, Found, Module, passed_over};
+use super::{Found, Module, QuantizedFormat, passed_over};
 use candle_attention_modules::base::{CodeValues, Float8, GroupNumbers, QuantizedWeight};
 
 /// The names of the scales of `weight`.
 const SCALES: [&str; 3] = ["weight_scale_inv", "weight_scale", "scale_weight"];
 
 /// The sizes of the blocks of DeepSeek.
-pub(crate) const USUAL_BLOCK: Block = Block { rows: 128, columns: 128 };
+pub(crate) const USUAL_BLOCK: ScaleBlock = ScaleBlock { rows: 128, columns: 128 };
 
 /// The numbers of rows and columns that share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Block {
+pub(crate) struct ScaleBlock {
     pub rows: usize,
     pub columns: usize,
 }
 
 /// How the scales of a weight belong to its rows: each matrix of the weight has a grid of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Grid {
+pub(super) struct ScaleGrid {
     /// The number of rows of all matrices.
     pub all_rows: usize,
     /// The number of rows of a matrix.
     rows: usize,
     pub columns: usize,
-    block: Block,
+    block: ScaleBlock,
     /// The rows of the grid of a matrix.
     grid_rows: usize,
     grid_columns: usize,
 }
 
-impl Grid {
+impl ScaleGrid {
     /// Returns how a scale belongs to a weight; `None` for a scale of another shape.
-    pub(super) fn new(weight: &[usize], scale: &[usize], configured: Option<Block>) -> Option<Self> {
+    pub(super) fn new(weight: &[usize], scale: &[usize], configured: Option<ScaleBlock>) -> Option<Self> {
         let (columns, leading) = weight.split_last()?;
         let (columns, all_rows) = (*columns, leading.iter().product());
-        let grid = |rows, block: Block, grid_rows, grid_columns| {
-            let block = Block { rows: block.rows.max(1), columns: block.columns.max(1) };
+        let grid = |rows, block: ScaleBlock, grid_rows, grid_columns| {
+            let block = ScaleBlock { rows: block.rows.max(1), columns: block.columns.max(1) };
             Some(Self { all_rows, rows, columns, block, grid_rows, grid_columns })
         };
         if scale.iter().product::<usize>() == 1 {
-            return grid(all_rows, Block { rows: all_rows, columns }, 1, 1);
+            return grid(all_rows, ScaleBlock { rows: all_rows, columns }, 1, 1);
         }
         // Each matrix of a weight has a grid.
         let matrix_rows = *leading.last().unwrap_or(&1);
@@ -71,8 +71,8 @@ impl Grid {
             scale
         };
         match *scale {
-            [] | [1] | [1, 1] => grid(matrix_rows, Block { rows: matrix_rows, columns }, 1, 1),
-            [n] | [n, 1] if n == matrix_rows => grid(matrix_rows, Block { rows: 1, columns }, n, 1),
+            [] | [1] | [1, 1] => grid(matrix_rows, ScaleBlock { rows: matrix_rows, columns }, 1, 1),
+            [n] | [n, 1] if n == matrix_rows => grid(matrix_rows, ScaleBlock { rows: 1, columns }, n, 1),
             [n, m] => {
                 for block in configured.into_iter().chain([USUAL_BLOCK]) {
                     if n == matrix_rows.div_ceil(block.rows) && m == columns.div_ceil(block.columns) {
@@ -80,7 +80,7 @@ impl Grid {
                     }
                 }
                 if n == matrix_rows && m > 0 && columns.is_multiple_of(m) {
-                    return grid(matrix_rows, Block { rows: 1, columns: columns / m }, n, m);
+                    return grid(matrix_rows, ScaleBlock { rows: 1, columns: columns / m }, n, m);
                 }
                 None
             }
@@ -117,7 +117,7 @@ impl Grid {
 #[derive(Debug)]
 struct Scaled {
     float: Float8,
-    grid: Grid,
+    grid: ScaleGrid,
     scale: &'static str,
 }
 
@@ -130,14 +130,14 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
     let Some((name, scale)) = SCALES.iter().find_map(|name| Some((*name, tensors.get(name)?))) else {
         return Ok(None);
     };
-    let Some(grid) = Grid::new(&weight.shape, &scale.shape, module.settings.block()) else { return Ok(None) };
+    let Some(grid) = ScaleGrid::new(&weight.shape, &scale.shape, module.settings.block()) else { return Ok(None) };
     let mut used = vec!["weight", name];
     used.extend(passed_over(module));
     let format = Arc::new(Scaled { float, grid, scale: name });
     Ok(Some(Found { outputs: grid.all_rows, inputs: grid.columns, format, tensors: used }))
 }
 
-impl Format for Scaled {
+impl QuantizedFormat for Scaled {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let grid = self.grid;
         let scales = match tensors.dtype(self.scale)? {
@@ -164,8 +164,8 @@ mod tests {
     use super::*;
 
     /// Returns the scales of all numbers of a weight, row by row, where the scales are 0, 1, ..
-    fn scales(weight: &[usize], scale: &[usize], configured: Option<Block>) -> Option<Vec<Vec<usize>>> {
-        let grid = Grid::new(weight, scale, configured)?;
+    fn scales(weight: &[usize], scale: &[usize], configured: Option<ScaleBlock>) -> Option<Vec<Vec<usize>>> {
+        let grid = ScaleGrid::new(weight, scale, configured)?;
         let numbers: Vec<usize> = (0..scale.iter().product()).collect();
         let of_groups = grid.of_groups(&numbers);
         let rows = of_groups.chunks(grid.columns / grid.group());
@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn float8_scales_belong_to_their_rows_blocks_and_matrices() {
-        let block = Some(Block { rows: 2, columns: 4 });
+        let block = Some(ScaleBlock { rows: 2, columns: 4 });
         assert_eq!(scales(&[3, 2], &[], None), Some(vec![vec![0, 0]; 3]));
         assert_eq!(scales(&[2, 3], &[2, 1], None), Some(vec![vec![0; 3], vec![1; 3]]));
         // Blocks of 2 by 4 in a matrix of 3 by 6.
@@ -193,6 +193,6 @@ mod tests {
         for scale in [&[2, 2][..], &[3], &[2, 1, 1], &[2, 0]] {
             assert_eq!(scales(&[300, 260], scale, None), None, "{scale:?}");
         }
-        assert_eq!(scales(&[2, 1, 6], &[3, 1, 2], Some(Block { rows: 2, columns: 4 })), None);
+        assert_eq!(scales(&[2, 1, 6], &[3, 1, 2], Some(ScaleBlock { rows: 2, columns: 4 })), None);
     }
 }

@@ -12,7 +12,7 @@ use super::bits::{add_one_to_codes, append_planes, append_stream, transpose_word
 use super::groups::Groups;
 use super::packed_words::{Packing, packing};
 use super::tensors::Tensors;
-use super::{Format, Found, Module};
+use super::{Found, Module, QuantizedFormat};
 use candle_attention_modules::base::{CodeValues, GroupNumbers, QuantizedWeight};
 
 /// The bits of codes that are looked for where the config's do not fit.
@@ -122,7 +122,7 @@ impl Gptq {
     }
 }
 
-impl Format for Gptq {
+impl QuantizedFormat for Gptq {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let &Self { outputs, inputs, bits, .. } = self;
         let groups = self.groups(tensors)?;

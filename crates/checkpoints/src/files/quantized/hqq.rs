@@ -11,7 +11,7 @@ use candle_core::{Result, bail};
 
 use super::bits::greatest_common_divisor;
 use super::tensors::Tensors;
-use super::{Format, Found, Module};
+use super::{Found, Module, QuantizedFormat};
 use candle_attention_modules::base::{CodeValues, GroupNumbers, QuantizedWeight};
 
 /// The settings that are tensors of the layer.
@@ -132,7 +132,7 @@ impl Hqq {
     }
 }
 
-impl Format for Hqq {
+impl QuantizedFormat for Hqq {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let &Self { outputs, inputs, bits, rows, columns, .. } = self;
         let stored = tensors.bytes("W_q")?;

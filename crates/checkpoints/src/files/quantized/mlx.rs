@@ -19,7 +19,7 @@ use serde_json::Value;
 use super::bits::append_stream;
 use super::floats::{E2M1, e4m3_times, e8m0};
 use super::tensors::Tensors;
-use super::{Format, Found, Module};
+use super::{Found, Module, QuantizedFormat};
 use candle_attention_modules::base::{CodeValues, Float8, GroupNumbers, QuantizedWeight};
 
 /// A way of quantising.
@@ -33,7 +33,7 @@ enum Mode {
 
 /// A layer with its settings.
 #[derive(Debug)]
-struct Layer {
+struct MlxLayer {
     outputs: usize,
     inputs: usize,
     bits: usize,
@@ -115,10 +115,15 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
     } else if tensors.dtype("scales")? != Dtype::U8 {
         bail!("`scales` has dtype {:?}, expected U8 in the mode {mode:?}", tensors.dtype("scales")?)
     }
-    Ok(Some(Found { outputs, inputs, format: Arc::new(Layer { outputs, inputs, bits, group, mode }), tensors: used }))
+    Ok(Some(Found {
+        outputs,
+        inputs,
+        format: Arc::new(MlxLayer { outputs, inputs, bits, group, mode }),
+        tensors: used,
+    }))
 }
 
-impl Format for Layer {
+impl QuantizedFormat for MlxLayer {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let &Self { outputs, inputs, bits, group, mode } = self;
         let mut codes = Vec::with_capacity(outputs * inputs);

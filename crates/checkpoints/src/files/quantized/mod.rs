@@ -1,8 +1,8 @@
 //! Quantised layers. The tensors that a method of quantisation stores for a linear layer become one weight (out, in) by
 //! its usual name, so that everything else reads quantised checkpoints as plain ones.
 //!
-//! Each method is a file here: a function that finds the method in the tensors below a module, and a [`Format`] that
-//! reads them.
+//! Each method is a file here: a function that finds the method in the tensors below a module, and a
+//! [`QuantizedFormat`] that reads them.
 
 mod awq;
 mod awq_fast;
@@ -57,7 +57,7 @@ const FINDERS: [Finder; 11] = [
 ];
 
 /// A method of quantisation with the settings of one layer.
-trait Format: fmt::Debug + Send + Sync {
+trait QuantizedFormat: fmt::Debug + Send + Sync {
     /// Reads the weight from the tensors of the layer.
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight>;
 }
@@ -77,7 +77,7 @@ struct Module<'a> {
 struct Found {
     outputs: usize,
     inputs: usize,
-    format: Arc<dyn Format>,
+    format: Arc<dyn QuantizedFormat>,
     /// The tensors of the method, by their names below the module.
     tensors: Vec<&'static str>,
 }
@@ -87,7 +87,7 @@ struct Found {
 pub(super) struct QuantizedEntry {
     /// The shape (out, in); that of floats of 8 bits may have other dimensions.
     pub shape: Vec<usize>,
-    format: Arc<dyn Format>,
+    format: Arc<dyn QuantizedFormat>,
     tensors: Tensors,
 }
 

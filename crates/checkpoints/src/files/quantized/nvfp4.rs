@@ -12,7 +12,7 @@ use safetensors::Dtype;
 use super::bits::append_stream;
 use super::floats::{E2M1, e4m3_times};
 use super::tensors::Tensors;
-use super::{Format, Found, Module, passed_over};
+use super::{Found, Module, QuantizedFormat, passed_over};
 use candle_attention_modules::base::{CodeValues, GroupNumbers, QuantizedWeight};
 
 #[derive(Debug)]
@@ -52,7 +52,7 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
     Ok(Some(Found { outputs, inputs, format, tensors: used }))
 }
 
-impl Format for Nvfp4 {
+impl QuantizedFormat for Nvfp4 {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let &Self { outputs, inputs, group, has_factors } = self;
         let mut codes = Vec::with_capacity(outputs * inputs);

@@ -14,10 +14,10 @@ use candle_core::{Result, bail};
 use safetensors::Dtype;
 
 use super::bits::signed_to_codes;
-use super::float8::Grid;
+use super::float8::ScaleGrid;
 use super::floats::float8_of;
 use super::tensors::Tensors;
-use super::{Format, Found, Module, passed_over};
+use super::{Found, Module, QuantizedFormat, passed_over};
 use candle_attention_modules::base::{CodeValues, Float8, GroupNumbers, QuantizedWeight};
 
 const CODES: &str = "weight._data";
@@ -27,8 +27,8 @@ const SHIFTS: &str = "weight._shift";
 
 /// Codes of 8 bits.
 #[derive(Debug)]
-struct EightBits {
-    grid: Grid,
+struct QuantoCodes {
+    grid: ScaleGrid,
     /// The floats that codes are; `None` for whole numbers.
     float: Option<Float8>,
 }
@@ -54,10 +54,10 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
             bail!("{CODES} has dtype {:?}, expected I8 or floats of 8 bits", codes.dtype)
         }
         let Some(scales) = tensors.get(SCALES) else { bail!("{SCALES} is not there, expected the scales") };
-        let Some(grid) = Grid::new(&codes.shape, &scales.shape, None).filter(|_| codes.shape.len() == 2) else {
+        let Some(grid) = ScaleGrid::new(&codes.shape, &scales.shape, None).filter(|_| codes.shape.len() == 2) else {
             bail!("{SCALES} has shape {:?}, which does not fit {CODES} of shape {:?}", scales.shape, codes.shape)
         };
-        let format = Arc::new(EightBits { grid, float });
+        let format = Arc::new(QuantoCodes { grid, float });
         Found { outputs: grid.all_rows, inputs: grid.columns, format, tensors: vec![CODES, SCALES] }
     } else {
         return Ok(None);
@@ -99,7 +99,7 @@ fn few_bits(module: &Module) -> Result<Found> {
     Ok(Found { outputs, inputs, format, tensors: vec![PACKED_CODES, SCALES, SHIFTS] })
 }
 
-impl Format for EightBits {
+impl QuantizedFormat for QuantoCodes {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let grid = self.grid;
         let mut codes = tensors.bytes(CODES)?;
@@ -123,7 +123,7 @@ impl Format for EightBits {
     }
 }
 
-impl Format for FewBits {
+impl QuantizedFormat for FewBits {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let &Self { outputs, inputs, bits, group, groups } = self;
         let stored = tensors.bytes(PACKED_CODES)?;

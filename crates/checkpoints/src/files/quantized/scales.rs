@@ -2,11 +2,11 @@
 
 use candle_core::Result;
 
-use super::float8::Block;
+use super::float8::ScaleBlock;
 use super::groups::Groups;
 use candle_attention_modules::base::GroupNumbers;
 
-impl Block {
+impl ScaleBlock {
     /// Returns the shape of the scales of a weight.
     pub(super) fn grid(self, outputs: usize, inputs: usize) -> [usize; 2] {
         [outputs.div_ceil(self.rows), inputs.div_ceil(self.columns)]
@@ -45,7 +45,7 @@ mod tests {
 
     #[test]
     fn scales_of_blocks_are_those_of_their_rows_and_columns() -> Result<()> {
-        let blocks = Block { rows: 2, columns: 4 };
+        let blocks = ScaleBlock { rows: 2, columns: 4 };
         assert_eq!(blocks.grid(3, 6), [2, 2]);
         let stored = GroupNumbers::F32(vec![1.0, 2.0, 3.0, 4.0]);
         let groups = Groups::of_neighbours(6, 4);

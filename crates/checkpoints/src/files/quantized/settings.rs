@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::float8::Block;
+use super::float8::ScaleBlock;
 use candle_attention_modules::base::ConfigMethod;
 
 /// The settings of quantisation in a config; null where it has none.
@@ -24,11 +24,11 @@ impl Settings {
     }
 
     /// Returns the blocks of floats of 8 bits that share a scale: `weight_block_size`.
-    pub(crate) fn block(&self) -> Option<Block> {
+    pub(crate) fn block(&self) -> Option<ScaleBlock> {
         let sizes = self.object["weight_block_size"].as_array()?;
         let [rows, columns] = sizes.as_slice() else { return None };
         let size = |value: &Value| Some(value.as_u64()? as usize).filter(|&size| size > 0);
-        Some(Block { rows: size(rows)?, columns: size(columns)? })
+        Some(ScaleBlock { rows: size(rows)?, columns: size(columns)? })
     }
 
     /// Returns the number of inputs of a linear layer, by its name and the sizes of the model; `None` for a name that

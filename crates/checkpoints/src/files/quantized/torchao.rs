@@ -14,10 +14,10 @@ use safetensors::Dtype;
 use serde_json::Value;
 
 use super::bits::append_stream;
-use super::float8::Grid;
+use super::float8::ScaleGrid;
 use super::floats::float8_of;
 use super::tensors::Tensors;
-use super::{Format, Found, Module};
+use super::{Found, Module, QuantizedFormat};
 use candle_attention_modules::base::{CodeValues, Float8, GroupNumbers, QuantizedWeight};
 
 const CODES: &str = "_weight_qdata";
@@ -27,14 +27,14 @@ const ZEROS: &str = "_weight_zero_point";
 /// Whole numbers or floats of 8 bits, with scales by row or by group of a row.
 #[derive(Debug)]
 struct Plain {
-    grid: Grid,
-    numbers: Numbers,
+    grid: ScaleGrid,
+    numbers: ByteNumbers,
     has_zeros: bool,
 }
 
 /// The numbers that the bytes of a weight are.
 #[derive(Debug, Clone, Copy)]
-enum Numbers {
+enum ByteNumbers {
     /// Whole numbers that have this many bits.
     Whole(usize),
     Float8(Float8),
@@ -65,16 +65,16 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
     let class = metadata["_type"].as_str().unwrap_or_default();
     let numbers = match (class, codes.dtype) {
         ("Int4Tensor", Dtype::I8 | Dtype::U8) => return int4(tensors).map(Some),
-        ("Int8Tensor", Dtype::I8) => Numbers::Whole(8),
-        ("IntxUnpackedToInt8Tensor", Dtype::I8) => Numbers::Whole(bits_of(&metadata["_data"]["target_dtype"])?),
-        ("Float8Tensor", dtype) if let Some(float) = float8_of(dtype) => Numbers::Float8(float),
+        ("Int8Tensor", Dtype::I8) => ByteNumbers::Whole(8),
+        ("IntxUnpackedToInt8Tensor", Dtype::I8) => ByteNumbers::Whole(bits_of(&metadata["_data"]["target_dtype"])?),
+        ("Float8Tensor", dtype) if let Some(float) = float8_of(dtype) => ByteNumbers::Float8(float),
         (_, dtype) => bail!(
             "the weight is an {class} of {dtype:?}, expected Int4Tensor, Int8Tensor, IntxUnpackedToInt8Tensor or \
              Float8Tensor"
         ),
     };
     let Some(scales) = tensors.get(SCALES) else { bail!("{SCALES} is not there, expected the scales of the weight") };
-    let Some(grid) = Grid::new(&codes.shape, &scales.shape, None).filter(|_| codes.shape.len() == 2) else {
+    let Some(grid) = ScaleGrid::new(&codes.shape, &scales.shape, None).filter(|_| codes.shape.len() == 2) else {
         bail!("{SCALES} has shape {:?}, which does not fit {CODES} of shape {:?}", scales.shape, codes.shape)
     };
     let mut used = vec![CODES, SCALES];
@@ -101,13 +101,13 @@ fn bits_of(dtype: &Value) -> Result<usize> {
     }
 }
 
-impl Format for Plain {
+impl QuantizedFormat for Plain {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let grid = self.grid;
         let mut codes = tensors.bytes(CODES)?;
         let (bits, values) = match self.numbers {
-            Numbers::Float8(float) => (8, CodeValues::Float8(float)),
-            Numbers::Whole(bits) => {
+            ByteNumbers::Float8(float) => (8, CodeValues::Float8(float)),
+            ByteNumbers::Whole(bits) => {
                 let middle = 1i16 << (bits - 1);
                 for code in &mut codes {
                     let number = i16::from(code.cast_signed()) + middle;
@@ -161,7 +161,7 @@ fn int4(tensors: &Tensors) -> Result<Found> {
     Ok(Found { outputs, inputs, format, tensors: vec![CODES, SCALES, ZEROS] })
 }
 
-impl Format for Int4 {
+impl QuantizedFormat for Int4 {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let &Self { outputs, inputs, group } = self;
         let mut codes = Vec::with_capacity(outputs * inputs);

@@ -23,7 +23,7 @@ pub(super) use resolved::KeysFrom;
 #[must_use]
 pub struct AttentionInput<'a> {
     pub(in crate::layer) queries: &'a Tensor,
-    key_value: Option<KeyValueInputs<'a>>,
+    key_value: Option<KeyValueTensors<'a>>,
     pub(in crate::layer) memory: Option<&'a ProjectedMemory>,
     mask: Option<&'a AttentionMask>,
     pub(in crate::layer) positions: Option<&'a Tensor>,
@@ -50,7 +50,7 @@ pub struct AttentionInput<'a> {
 
 /// The inputs of the keys and of the values of cross-attention.
 #[derive(Debug, Clone, Copy)]
-struct KeyValueInputs<'a> {
+struct KeyValueTensors<'a> {
     keys: &'a Tensor,
     values: &'a Tensor,
 }
@@ -91,7 +91,7 @@ impl<'a> AttentionInput<'a> {
     /// the end of that sequence. This is rarely meant, and a warning is logged once.
     #[doc(alias("encoder_hidden_states", "cross_attention"))]
     pub fn with_key_value(mut self, keys: &'a Tensor, values: &'a Tensor) -> Self {
-        self.key_value = Some(KeyValueInputs { keys, values });
+        self.key_value = Some(KeyValueTensors { keys, values });
         self
     }
 

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::{AttentionInput, KeyValueInputs};
+use super::{AttentionInput, KeyValueTensors};
 use crate::cache::{AttentionCache, NewTokens};
 use crate::layer::memory::ProjectedMemory;
 use crate::mask::{AttentionMask, NewTokenMask};
@@ -52,7 +52,7 @@ impl<'a> AttentionInput<'a> {
         if let Some(memory) = self.memory {
             sources.push(KeysFrom::Memory(memory));
         }
-        if let Some(KeyValueInputs { keys, values }) = self.key_value {
+        if let Some(KeyValueTensors { keys, values }) = self.key_value {
             sources.push(KeysFrom::Cross { keys, values });
         }
         if let Some(cache) = self.cache.as_deref() {

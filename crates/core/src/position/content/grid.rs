@@ -18,19 +18,19 @@ const WIDTH: &str = "rel_pos_w";
 
 /// The term of [`ContentPositions::Grid`](crate::ContentPositions::Grid).
 #[derive(Debug)]
-pub(super) struct Grid {
+pub(super) struct GridTerm {
     pub image: Image,
     pub parameters: ParameterList,
 }
 
 /// One of the two axes of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Axis {
+enum ImageAxis {
     Down,
     Across,
 }
 
-impl Axis {
+impl ImageAxis {
     /// Returns the number of lines along the axis: the rows or the columns of the image.
     fn lines(self, image: Image) -> usize {
         match self {
@@ -48,7 +48,7 @@ pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
     ]
 }
 
-impl ScoreTerm for Grid {
+impl ScoreTerm for GridTerm {
     fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         let kv = projected_keys(kv, call)?;
         self.image.check("grid", &arguments.q)?;
@@ -65,7 +65,7 @@ impl ScoreTerm for Grid {
 /// Queries and keys are made wider by `rows + columns` entries: a query by its product with the vector of the distance
 /// to each row and to each column, a key by ones at its own row and column. `scale` times their product is then the
 /// whole score.
-impl Grid {
+impl GridTerm {
     /// Returns queries (B, H, T, D), a view of (B, T, ..), with their products.
     fn wider_queries(&self, q: &Tensor, scale: f64) -> Result<Tensor> {
         let Image { rows, columns } = self.image;
@@ -77,20 +77,21 @@ impl Grid {
         let q = q.transpose(1, 2)?.contiguous()?;
         // The kernel scales the whole product.
         let unscaled = (q.to_dtype(dtype)? / scale)?.reshape((b, rows, columns, h * d))?;
-        let down = self.products(Axis::Down, &unscaled, h)?.reshape((b, t, h, rows))?.to_dtype(q.dtype())?;
-        let across = self.products(Axis::Across, &unscaled, h)?.reshape((b, t, h, columns))?.to_dtype(q.dtype())?;
+        let down = self.products(ImageAxis::Down, &unscaled, h)?.reshape((b, t, h, rows))?.to_dtype(q.dtype())?;
+        let across =
+            self.products(ImageAxis::Across, &unscaled, h)?.reshape((b, t, h, columns))?.to_dtype(q.dtype())?;
         Tensor::cat(&[q, down, across], D::Minus1)?.transpose(1, 2)
     }
 
     /// Returns the products of queries (B, rows, columns, H · D) with the vectors of the distances along an axis of n
     /// lines: (B, rows, columns, H · n).
-    fn products(&self, axis: Axis, queries: &Tensor, h: usize) -> Result<Tensor> {
+    fn products(&self, axis: ImageAxis, queries: &Tensor, h: usize) -> Result<Tensor> {
         let (b, rows, columns, width) = queries.dims4()?;
         let n = axis.lines(self.image);
         let queries_of_line = rows * columns / n;
-        let name = if axis == Axis::Down { HEIGHT } else { WIDTH };
+        let name = if axis == ImageAxis::Down { HEIGHT } else { WIDTH };
         // The dimension of `queries` along the axis.
-        let dim = if axis == Axis::Down { 1 } else { 2 };
+        let dim = if axis == ImageAxis::Down { 1 } else { 2 };
         let vectors = by_lines(n, &wide(&self.parameters, name)?)?;
         let lines = queries.transpose(1, dim)?.contiguous()?.reshape((b, n, queries_of_line * h, width / h))?;
         let products = matmul_by_head(&lines, &vectors)?;
@@ -102,14 +103,14 @@ impl Grid {
         let k = k.transpose(1, 2)?;
         let Image { rows, columns } = self.image;
         let (b, t, h_kv, _) = k.dims4()?;
-        let ones = |axis: Axis| {
+        let ones = |axis: ImageAxis| {
             let n = axis.lines(self.image);
-            let shape = if axis == Axis::Down { (1, n, 1, 1, n) } else { (1, 1, n, 1, n) };
+            let shape = if axis == ImageAxis::Down { (1, n, 1, 1, n) } else { (1, 1, n, 1, n) };
             check_lines(n, &[k.dtype().size_in_bytes()])?;
             let ones = Tensor::eye(n, k.dtype(), k.device())?.reshape(shape)?;
             ones.broadcast_as((b, rows, columns, h_kv, n))?.reshape((b, t, h_kv, n))
         };
-        let wider = [k.contiguous()?, ones(Axis::Down)?, ones(Axis::Across)?];
+        let wider = [k.contiguous()?, ones(ImageAxis::Down)?, ones(ImageAxis::Across)?];
         Tensor::cat(&wider, D::Minus1)?.transpose(1, 2)
     }
 }

@@ -28,9 +28,9 @@ use clipped::Clipped;
 use cosine_window::CosineWindow;
 use disentangled::Disentangled;
 use distances::LatestVectors;
-use grid::Grid;
+use grid::GridTerm;
 use transformer_xl::TransformerXl;
-use window::{Window, WindowBias};
+use window::{WindowBias, WindowTerm};
 
 const OP: &str = "content_positions";
 
@@ -177,10 +177,10 @@ impl ContentPositions {
         let vectors = LatestVectors::default();
         match *self {
             Self::Grid { height, width } => {
-                Arc::new(Grid { image: Image { rows: height, columns: width }, parameters })
+                Arc::new(GridTerm { image: Image { rows: height, columns: width }, parameters })
             }
             Self::Window { height, width } => {
-                Arc::new(Window { image: Image { rows: height, columns: width }, parameters, bias })
+                Arc::new(WindowTerm { image: Image { rows: height, columns: width }, parameters, bias })
             }
             Self::CosineWindow { height, width, trained } => {
                 let trained = trained.map(|[rows, columns]| Image { rows, columns });

@@ -11,7 +11,7 @@ use candle_attention_modules::base::{LINEAR_WEIGHT, ParameterList, ParameterSpec
 use candle_attention_modules::linear::KeysAndValues;
 
 /// The names of a layer's parameters.
-struct Names {
+struct TransformerXlNames {
     projection: &'static str,
     /// The bias of queries in their product with keys.
     of_content: &'static str,
@@ -20,13 +20,15 @@ struct Names {
 }
 
 /// The names of ESPnet and NeMo, which are the crate's own.
-const NAMES: Names = Names { projection: "linear_pos.weight", of_content: "pos_bias_u", of_distances: "pos_bias_v" };
+const NAMES: TransformerXlNames =
+    TransformerXlNames { projection: "linear_pos.weight", of_content: "pos_bias_u", of_distances: "pos_bias_v" };
 
 /// The weights of linear layers.
 pub(super) const LINEAR_WEIGHTS: &[&str] = &[NAMES.projection];
 
 /// The names of Parakeet in transformers.
-const PARAKEET: Names = Names { projection: "relative_k_proj.weight", of_content: "bias_u", of_distances: "bias_v" };
+const PARAKEET: TransformerXlNames =
+    TransformerXlNames { projection: "relative_k_proj.weight", of_content: "bias_u", of_distances: "bias_v" };
 
 /// The term of [`ContentPositions::TransformerXl`](crate::ContentPositions::TransformerXl).
 #[derive(Debug)]

@@ -15,7 +15,7 @@ const TABLE: &str = "relative_position_bias_table";
 
 /// The term of [`ContentPositions::Window`](crate::ContentPositions::Window).
 #[derive(Debug)]
-pub(super) struct Window {
+pub(super) struct WindowTerm {
     pub image: Image,
     pub parameters: ParameterList,
     pub bias: WindowBias,
@@ -27,7 +27,7 @@ pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
     vec![layer.shared(TABLE, &[places, layer.num_heads], normal(0.02)).by_head(Heads::Query, 1)]
 }
 
-impl ScoreTerm for Window {
+impl ScoreTerm for WindowTerm {
     fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
         projected_keys(kv, call)?;
         self.image.check("window", &arguments.q)?;

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use candle_attention_kernels::{Workers, for_each_chunk};
 use candle_core::{Device, Result, Tensor, bail};
 
-use super::config::{Pair, RopeConfig};
+use super::config::{RopeConfig, RotatedPair};
 use super::scaling::RopeScaling;
 use super::{RotaryEmbedding, Rotation};
 use crate::position::{Latest, Positions, latest};
@@ -276,7 +276,7 @@ fn frequencies(config: &RopeConfig, pairs: usize, length: usize) -> Vec<PairFreq
         }
     };
     let mut frequencies = Vec::with_capacity(pairs);
-    for (i, Pair { axis, index, count }) in config.pairs(pairs).into_iter().enumerate() {
+    for (i, RotatedPair { axis, index, count }) in config.pairs(pairs).into_iter().enumerate() {
         let period = power(base, (index as f32 / count as f32).into());
         frequencies.push(PairFrequency { axis, frequency: frequency(i, period) });
     }

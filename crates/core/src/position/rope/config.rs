@@ -64,7 +64,7 @@ fn scaling<'de, D: Deserializer<'de>>(value: D) -> std::result::Result<RopeScali
 }
 
 /// The axis whose position rotates a pair of entries, and the pair's frequency: `base^(-index/count)`.
-pub(super) struct Pair {
+pub(super) struct RotatedPair {
     pub axis: usize,
     pub index: usize,
     pub count: usize,
@@ -138,9 +138,9 @@ impl RopeConfig {
     }
 
     /// Returns the axis and the frequency of each of `count` pairs.
-    pub(super) fn pairs(&self, count: usize) -> Vec<Pair> {
+    pub(super) fn pairs(&self, count: usize) -> Vec<RotatedPair> {
         let Some(axes) = &self.axes else {
-            return (0..count).map(|index| Pair { axis: 0, index, count }).collect();
+            return (0..count).map(|index| RotatedPair { axis: 0, index, count }).collect();
         };
         let sections = axes.sections();
         let mut pairs = Vec::with_capacity(count);
@@ -148,17 +148,19 @@ impl RopeConfig {
             for in_section in 0..section {
                 let n = pairs.len();
                 pairs.push(match axes.layout() {
-                    RopeAxisLayout::Sections => Pair { axis, index: n, count },
+                    RopeAxisLayout::Sections => RotatedPair { axis, index: n, count },
                     RopeAxisLayout::Interleaved => {
                         let turn = n % sections.len();
                         // The first axis has the pairs that are left after the last turn of the others.
                         let has_turn = n / sections.len() < sections[turn];
-                        Pair { axis: if has_turn { turn } else { 0 }, index: n, count }
+                        RotatedPair { axis: if has_turn { turn } else { 0 }, index: n, count }
                     }
-                    RopeAxisLayout::Axial => Pair { axis, index: in_section, count: section },
-                    RopeAxisLayout::AxialInterleaved => Pair { axis, index: in_section * sections.len() + axis, count },
+                    RopeAxisLayout::Axial => RotatedPair { axis, index: in_section, count: section },
+                    RopeAxisLayout::AxialInterleaved => {
+                        RotatedPair { axis, index: in_section * sections.len() + axis, count }
+                    }
                     RopeAxisLayout::AxialTurns => {
-                        Pair { axis: n % sections.len(), index: n / sections.len(), count: section }
+                        RotatedPair { axis: n % sections.len(), index: n / sections.len(), count: section }
                     }
                 });
             }

@@ -11,14 +11,14 @@ use super::{QueryTables, lock, output_shape, public_error, views};
 use candle_attention_call::{AttentionDims as Dims, PerInput, RequestedGradients};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::flash::{self, AttentionBackwardProblem, AttentionResults, SoftmaxStats};
-use candle_attention_modules::base::rowwise::{Element, read, to_vec, with_contiguous_rows};
+use candle_attention_modules::base::rowwise::{TensorElement, read, to_vec, with_contiguous_rows};
 use candle_attention_modules::base::{gradient_of, record, record_two};
 
 const NAME: &str = "flash-attention";
 
 /// Returns the output that the kernel computed, as it is stored, and the log-sum-exp if the kernel computed it, with
 /// gradients for the inputs that are tracked.
-pub(super) fn record_results<E: Element>(
+pub(super) fn record_results<E: TensorElement>(
     call: Call,
     instruction_set: InstructionSet,
     found: AttentionResults<E>,
@@ -61,7 +61,7 @@ impl CpuForward {
 
     /// Computes the gradients of the inputs that are tracked, from the output and its gradient in the output layout of
     /// the call.
-    fn gradients<E: Element>(
+    fn gradients<E: TensorElement>(
         &self,
         output: &Tensor,
         output_gradient: &Tensor,

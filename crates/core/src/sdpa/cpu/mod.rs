@@ -17,7 +17,7 @@ use super::results::Attended;
 use super::statistics::AttentionStatistics;
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::flash::{self, CpuCall, Diagonals, KeysOfQueries};
-use candle_attention_modules::base::rowwise::{Element, Read, read, with_float};
+use candle_attention_modules::base::rowwise::{Read, TensorElement, read, with_float};
 use candle_attention_modules::init::TorchSeed;
 
 pub(super) use pages::{attend_over_pages, reads_pages};
@@ -130,7 +130,7 @@ fn public_error(call: &Call, error: candle_attention_kernels::Error) -> Error {
 
 /// Runs the kernel on a call whose tensors are prepared for it, and returns the requested results with gradients for
 /// the inputs that are tracked.
-fn run<E: Element>(call: Call, instruction_set: InstructionSet, requested: RequestedResults) -> Result<Attended> {
+fn run<E: TensorElement>(call: Call, instruction_set: InstructionSet, requested: RequestedResults) -> Result<Attended> {
     let with_softmax_stats = RequestedResults { softmax_stats: call.tracks_gradients(), ..requested };
     let tables = QueryTables::new(&call)?;
     let locked = lock(&call)?;

@@ -22,9 +22,6 @@ use super::results::Attended;
 #[cfg(test)]
 pub use tests::emulator_runs;
 
-/// A value for a call that the kernels support, or the reason why they do not.
-type Supported<T> = std::result::Result<T, String>;
-
 /// A call that the CUDA kernels support, in the form that they read.
 pub(crate) struct CudaPath {
     attention: CudaAttention,
@@ -41,7 +38,7 @@ impl fmt::Display for CudaPath {
 
 impl CudaPath {
     /// Returns the call for the kernels, or the reason why they do not support it.
-    pub fn plan(call: &Call, wanted: RequestedResults) -> Supported<Self> {
+    pub fn plan(call: &Call, wanted: RequestedResults) -> std::result::Result<Self, String> {
         if wanted.weights {
             return Err("the CUDA kernels do not return attention weights".into());
         }

@@ -5,7 +5,7 @@ use candle_core::{DType, Result};
 use super::BackwardPlan;
 use crate::arguments::AttentionArguments;
 use crate::attention::checks::CallSizes;
-use crate::device::{Buffer, KernelDevice, Operands};
+use crate::device::{DeviceBuffer, KernelDevice, Operands};
 
 /// The sizes of the gradient of a bias.
 #[derive(Clone, Copy)]
@@ -20,27 +20,27 @@ pub(super) struct BiasGradient {
 
 /// The memory of a backward pass.
 pub(super) struct BackwardMemory {
-    pub q: Buffer,
-    pub k: Buffer,
-    pub v: Buffer,
+    pub q: DeviceBuffer,
+    pub k: DeviceBuffer,
+    pub v: DeviceBuffer,
     /// The gradient of each score, for the gradient of the bias.
-    pub scores: Option<Buffer>,
+    pub scores: Option<DeviceBuffer>,
     /// The sums of these gradients, if the bias is broadcast.
-    pub bias: Option<Buffer>,
-    pub sinks: Option<Buffer>,
-    pub slopes: Option<Buffer>,
-    pub relative_bias: Option<Buffer>,
-    delta: Buffer,
-    query_intervals: Buffer,
-    tile_intervals: Buffer,
-    query_sums: Option<Buffer>,
-    query_turns: Option<Buffer>,
-    slope_parts: Option<Buffer>,
-    relative_bias_parts: Option<Buffer>,
+    pub bias: Option<DeviceBuffer>,
+    pub sinks: Option<DeviceBuffer>,
+    pub slopes: Option<DeviceBuffer>,
+    pub relative_bias: Option<DeviceBuffer>,
+    delta: DeviceBuffer,
+    query_intervals: DeviceBuffer,
+    tile_intervals: DeviceBuffer,
+    query_sums: Option<DeviceBuffer>,
+    query_turns: Option<DeviceBuffer>,
+    slope_parts: Option<DeviceBuffer>,
+    relative_bias_parts: Option<DeviceBuffer>,
 }
 
 /// Allocates memory if `is_needed`.
-fn allocate_if(is_needed: bool, allocate: impl FnOnce() -> Result<Buffer>) -> Result<Option<Buffer>> {
+fn allocate_if(is_needed: bool, allocate: impl FnOnce() -> Result<DeviceBuffer>) -> Result<Option<DeviceBuffer>> {
     if is_needed { Ok(Some(allocate()?)) } else { Ok(None) }
 }
 

@@ -13,7 +13,7 @@ use super::checks::CallSizes;
 use super::forward::{output_shape, output_strides};
 use crate::arguments::AttentionArguments;
 use crate::capability::Limits;
-use crate::device::{Buffer, KernelDevice, Operands, TensorLocks};
+use crate::device::{DeviceBuffer, KernelDevice, Operands, TensorLocks};
 use crate::program::Program;
 use crate::specialization::Specialization;
 use crate::tiles::BackwardTile;
@@ -247,7 +247,7 @@ impl CudaAttention {
 }
 
 /// Returns the gradient of queries, keys or values (B, H, T, ..), whose numbers are in the order of a layout.
-fn heads_gradient(numbers: Buffer, heads: &Tensor, layout: OutputLayout) -> Result<Tensor> {
+fn heads_gradient(numbers: DeviceBuffer, heads: &Tensor, layout: OutputLayout) -> Result<Tensor> {
     match layout {
         OutputLayout::Bhtd => numbers.into_tensor(heads.shape()),
         OutputLayout::Bthd => numbers.into_tensor(heads.transpose(1, 2)?.shape())?.transpose(1, 2),

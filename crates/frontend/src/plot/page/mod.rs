@@ -74,15 +74,15 @@ pub struct Page {
     title: String,
     /// The shape of every layer; `None` before the first.
     shape: Option<Shape>,
-    layers: Vec<Layer>,
+    layers: Vec<PageLayer>,
     query_tokens: Option<Vec<String>>,
     key_tokens: Option<Vec<String>>,
-    picture: Option<Picture>,
+    picture: Option<KeyPicture>,
 }
 
 /// The picture of which the keys are patches.
 #[derive(Debug, Clone)]
-struct Picture {
+struct KeyPicture {
     kind: &'static str,
     bytes: Vec<u8>,
     /// Rows and columns of patches.
@@ -144,7 +144,7 @@ impl Page {
         if grid.contains(&0) {
             bail!("[page] the picture has {} x {} patches, expected at least one", grid[0], grid[1])
         }
-        self.picture = Some(Picture { kind, bytes: picture.to_vec(), grid, leading });
+        self.picture = Some(KeyPicture { kind, bytes: picture.to_vec(), grid, leading });
         self.check(self.shape).map(|()| self)
     }
 
@@ -166,7 +166,7 @@ impl Page {
     /// queries, keys or top keys, or the numbers of tokens differ. The page is then unchanged. Weights that are not
     /// finite are no error, and are shown as such.
     pub fn push_layer(&mut self, name: impl AsRef<str>, statistics: &AttentionStatistics, b: usize) -> Result<()> {
-        let layer = Layer::new(style::safe(name.as_ref()), statistics, b)?;
+        let layer = PageLayer::new(style::safe(name.as_ref()), statistics, b)?;
         let shape = layer.shape;
         let before = self.shape.unwrap_or(shape);
         if shape != before {
@@ -216,7 +216,7 @@ impl Page {
         {
             bail!("[page] {} key tokens for {keys} keys", tokens.len())
         }
-        if let Some(Picture { grid: [rows, columns], leading, .. }) = self.picture
+        if let Some(KeyPicture { grid: [rows, columns], leading, .. }) = self.picture
             && rows.checked_mul(columns).and_then(|patches| patches.checked_add(leading)) != Some(keys)
         {
             bail!("[page] {rows} x {columns} patches after {leading} leading tokens for {keys} keys")
@@ -250,7 +250,7 @@ impl fmt::Display for Shape {
 
 /// The statistics of a layer in a page.
 #[derive(Debug, Clone)]
-struct Layer {
+struct PageLayer {
     name: String,
     shape: Shape,
     /// Little-endian, in this order: sums of weights (H, T_kv) and entropies (H, T_q) in f32, top keys (H, T_q, k) in
@@ -259,7 +259,7 @@ struct Layer {
     has_all_weights: bool,
 }
 
-impl Layer {
+impl PageLayer {
     /// Encodes sequence `b` of statistics.
     fn new(name: String, statistics: &AttentionStatistics, b: usize) -> Result<Self> {
         let AttentionStatistics { top_keys, top_weights, entropy, key_weight_sums, weights } = statistics;
@@ -361,7 +361,7 @@ fn data(page: &Page, shape: &Shape, out: &mut impl Write) -> io::Result<()> {
         "hasTokens": {"query": page.query_tokens.is_some(), "key": page.key_tokens.is_some()},
         "isSelf": queries == keys,
         "tokens": {"key": if queries == keys { None } else { Some(keys) }, "query": queries},
-        "picture": page.picture.as_ref().map(|Picture { kind, grid, leading, .. }| json!({
+        "picture": page.picture.as_ref().map(|KeyPicture { kind, grid, leading, .. }| json!({
             "kind": kind, "rows": grid[0], "columns": grid[1], "leading": leading,
         })),
     });

@@ -4,11 +4,11 @@ use candle_core::{Result, bail};
 use serde_json::{Value, json};
 
 use super::divisions::Division;
-use super::metadata::Metadata;
+use super::metadata::TokenizerMetadata;
 use super::{Base, Pieces, unknown_token};
 
 /// Builds BPE with the division that `tokenizer.ggml.pre` names.
-pub(super) fn byte_level(metadata: &Metadata, pieces: &Pieces) -> Result<Base> {
+pub(super) fn byte_level(metadata: &TokenizerMetadata, pieces: &Pieces) -> Result<Base> {
     let pre = metadata.text("pre")?;
     let Some(division) = Division::find(pre) else {
         bail!("[gguf] tokenizer.ggml.pre is {pre:?}, expected one of: {}", Division::names().join(", "))
@@ -17,12 +17,12 @@ pub(super) fn byte_level(metadata: &Metadata, pieces: &Pieces) -> Result<Base> {
 }
 
 /// Builds BPE over characters, as Gemma 4 has it.
-pub(super) fn gemma4(metadata: &Metadata, pieces: &Pieces) -> Result<Base> {
+pub(super) fn gemma4(metadata: &TokenizerMetadata, pieces: &Pieces) -> Result<Base> {
     let Some(division) = Division::find("gemma4") else { bail!("[gguf] expected the division of Gemma 4") };
     by_division(metadata, pieces, division)
 }
 
-fn by_division(metadata: &Metadata, pieces: &Pieces, division: &Division) -> Result<Base> {
+fn by_division(metadata: &TokenizerMetadata, pieces: &Pieces, division: &Division) -> Result<Base> {
     let mut merges = Vec::new();
     for merge in metadata.texts("merges")? {
         // The first token has at least one character, which may be a blank.

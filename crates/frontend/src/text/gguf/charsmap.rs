@@ -7,7 +7,7 @@ pub(super) fn is_sound(bytes: &[u8]) -> bool {
     let size = u32::from_le_bytes(*size) as usize;
     let Some((tree, replacements)) = rest.split_at_checked(size) else { return false };
     let (nodes, remainder) = tree.as_chunks::<4>();
-    let nodes: Vec<_> = nodes.iter().map(|node| Node(u32::from_le_bytes(*node))).collect();
+    let nodes: Vec<_> = nodes.iter().map(|node| TreeNode(u32::from_le_bytes(*node))).collect();
     let Ok(text) = str::from_utf8(replacements) else { return false };
     let Some(root) = nodes.first().filter(|_| remainder.is_empty()) else { return false };
     // The nodes after a byte are at the node's place, each at the bits that differ from the place by the byte.
@@ -40,9 +40,9 @@ pub(super) fn is_sound(bytes: &[u8]) -> bool {
 
 /// A node of the tree, as the library darts-clone packs it.
 #[derive(Clone, Copy)]
-struct Node(u32);
+struct TreeNode(u32);
 
-impl Node {
+impl TreeNode {
     /// Returns the byte of the node; above 255 for a replacement.
     fn label(self) -> usize {
         (self.0 & (1 << 31 | 0xff)) as usize

@@ -7,9 +7,9 @@ use candle_core::{Result, bail};
 pub(super) const FLAG: &str = "true or false";
 
 /// The keys of `tokenizer.ggml`.
-pub(super) struct Metadata<'a>(pub &'a Content);
+pub(super) struct TokenizerMetadata<'a>(pub &'a Content);
 
-impl<'a> Metadata<'a> {
+impl<'a> TokenizerMetadata<'a> {
     pub fn fail<T>(&self, key: &str, found: impl std::fmt::Display, expected: &str) -> Result<T> {
         bail!("[gguf] tokenizer.ggml.{key} has {found}, expected {expected}")
     }

@@ -12,7 +12,7 @@ use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
 
 use super::SimpleTokenizer;
-use metadata::{Metadata, integer};
+use metadata::{TokenizerMetadata, integer};
 
 /// The kinds of tokens (`tokenizer.ggml.token_type`).
 const UNKNOWN: i64 = 2;
@@ -27,7 +27,7 @@ const BYTE: i64 = 6;
 /// If the model or the kind of division is not known (the error lists the known ones), or if a list is missing, of the
 /// wrong type or of another length.
 pub fn gguf_tokenizer(content: &Content) -> Result<SimpleTokenizer> {
-    let metadata = Metadata(content);
+    let metadata = TokenizerMetadata(content);
     let tokens = metadata.texts("tokens")?;
     let types = metadata.list("token_type", "integers", integer)?.unwrap_or_else(|| vec![1; tokens.len()]);
     if types.len() != tokens.len() {
@@ -132,7 +132,7 @@ struct Special<'a> {
 }
 
 impl<'a> Frame<'a> {
-    fn read(metadata: &Metadata, pieces: &Pieces<'a>, base: &Base) -> Result<Self> {
+    fn read(metadata: &TokenizerMetadata, pieces: &Pieces<'a>, base: &Base) -> Result<Self> {
         // The ids of BERT's tokens in its own vocabulary.
         let (end, begin_id, end_id) =
             if base.is_bert { ("seperator", Some(101), Some(102)) } else { ("eos", None, None) };
@@ -178,7 +178,7 @@ impl<'a> Frame<'a> {
 
 impl<'a> Special<'a> {
     /// Reads the token that a key names.
-    fn read(metadata: &Metadata, pieces: &Pieces<'a>, key: &str, default: Option<i64>) -> Result<Self> {
+    fn read(metadata: &TokenizerMetadata, pieces: &Pieces<'a>, key: &str, default: Option<i64>) -> Result<Self> {
         let id = metadata.one(key, "an integer", integer)?.or(default);
         let found = id.and_then(|id| Some(Self { id, token: pieces.tokens.get(usize::try_from(id).ok()?)? }));
         match found {

@@ -8,7 +8,7 @@ use candle_core::{Result, bail};
 use serde_json::json;
 
 use super::charsmap::is_sound;
-use super::metadata::{Metadata, integer};
+use super::metadata::{TokenizerMetadata, integer};
 use super::{BYTE, Base, CONTROL, Pieces, UNKNOWN, USER_DEFINED, unknown_token};
 
 /// The most bytes of SentencePiece tokens to divide, each token counted for every length at which it may divide into
@@ -16,7 +16,7 @@ use super::{BYTE, Base, CONTROL, Pieces, UNKNOWN, USER_DEFINED, unknown_token};
 const MAX_DIVIDED: usize = 1 << 27;
 
 /// Builds SentencePiece's BPE. Its merges are the pairs of tokens that make a token, with the highest score first.
-pub(super) fn sentence_piece(metadata: &Metadata, pieces: &Pieces) -> Result<Base> {
+pub(super) fn sentence_piece(metadata: &TokenizerMetadata, pieces: &Pieces) -> Result<Base> {
     let Pieces { tokens, types } = pieces;
     let scores = metadata.scores(tokens.len())?;
     let ids: HashMap<_, _> = tokens.iter().enumerate().map(|(id, token)| (*token, id)).collect();
@@ -76,7 +76,7 @@ struct Merge<'a> {
 }
 
 /// Builds SentencePiece's unigrams: the division of a text into tokens with the highest sum of scores.
-pub(super) fn unigram(metadata: &Metadata, pieces: &Pieces) -> Result<Base> {
+pub(super) fn unigram(metadata: &TokenizerMetadata, pieces: &Pieces) -> Result<Base> {
     /// The token for unknown characters, unless the file says otherwise.
     const UNKNOWN_ID: i64 = 2;
     let Pieces { tokens, types } = pieces;

@@ -3,11 +3,11 @@
 use candle_core::Result;
 use serde_json::{Map, Value, json};
 
-use super::metadata::Metadata;
+use super::metadata::TokenizerMetadata;
 use super::{Base, Pieces, unknown_token};
 
 /// Builds WordPiece. In a file, a token that begins a word begins with U+2581, and others have no "##".
-pub(super) fn word_piece(metadata: &Metadata, pieces: &Pieces) -> Result<Base> {
+pub(super) fn word_piece(metadata: &TokenizerMetadata, pieces: &Pieces) -> Result<Base> {
     let mut vocabulary = Map::new();
     for (id, token) in pieces.tokens.iter().enumerate() {
         let text = match token.strip_prefix('▁') {

@@ -4,7 +4,9 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, TakenBits, Vector, compiled_for, float8_mask, simd_fns};
+use crate::cpu::kernel::{
+    Columns, Kernel, MAX_LANES, TakenBits, Vector, WordHalves, compiled_for, float8_mask, simd_fns,
+};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -26,11 +28,11 @@ impl Vector for Avx2 {
         fn load_u8(from: *const u8) -> Self {
             Self(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))))
         }
-        fn load_pairs(from: *const f32) -> Pair<Self> {
+        fn load_pairs(from: *const f32) -> WordHalves<Self> {
             let words = _mm256_loadu_si256(from.cast());
             let upper = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));
             let lower = _mm256_slli_epi32(words, 16);
-            Pair { low: Self(_mm256_castsi256_ps(lower)), high: Self(_mm256_castsi256_ps(upper)) }
+            WordHalves { low: Self(_mm256_castsi256_ps(lower)), high: Self(_mm256_castsi256_ps(upper)) }
         }
         fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> TakenBits<Self> {
             let words = _mm256_castps_si256(self.0);

@@ -4,7 +4,9 @@
 use std::arch::x86_64::*;
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, TakenBits, Vector, compiled_for, float8_mask, simd_fns};
+use crate::cpu::kernel::{
+    Columns, Kernel, MAX_LANES, TakenBits, Vector, WordHalves, compiled_for, float8_mask, simd_fns,
+};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -71,11 +73,11 @@ impl Vector for Avx512 {
         fn load_u8(from: *const u8) -> Self {
             Self(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))))
         }
-        fn load_pairs(from: *const f32) -> Pair<Self> {
+        fn load_pairs(from: *const f32) -> WordHalves<Self> {
             let words = _mm512_loadu_si512(from.cast());
             let upper = _mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32 as i32));
             let lower = _mm512_slli_epi32(words, 16);
-            Pair { low: Self(_mm512_castsi512_ps(lower)), high: Self(_mm512_castsi512_ps(upper)) }
+            WordHalves { low: Self(_mm512_castsi512_ps(lower)), high: Self(_mm512_castsi512_ps(upper)) }
         }
         fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> TakenBits<Self> {
             let words = _mm512_castps_si512(self.0);

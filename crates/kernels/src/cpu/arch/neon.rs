@@ -9,7 +9,9 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, TakenBits, Vector, compiled_for, float8_mask, simd_fns};
+use crate::cpu::kernel::{
+    Columns, Kernel, MAX_LANES, TakenBits, Vector, WordHalves, compiled_for, float8_mask, simd_fns,
+};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -29,11 +31,11 @@ impl Vector for Neon {
             let bytes = vcreate_u8(u64::from(from.cast::<u32>().read_unaligned()));
             Self(vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes)))))
         }
-        fn load_pairs(from: *const f32) -> Pair<Self> {
+        fn load_pairs(from: *const f32) -> WordHalves<Self> {
             let words = vld1q_u32(from.cast());
             let upper = vandq_u32(words, vdupq_n_u32(0xffff_0000));
             let lower = vshlq_n_u32::<16>(words);
-            Pair { low: Self(vreinterpretq_f32_u32(lower)), high: Self(vreinterpretq_f32_u32(upper)) }
+            WordHalves { low: Self(vreinterpretq_f32_u32(lower)), high: Self(vreinterpretq_f32_u32(upper)) }
         }
         fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> TakenBits<Self> {
             let words = vreinterpretq_u32_f32(self.0);

@@ -4,7 +4,7 @@ use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::{bf16, f16};
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, Pair, SimdTask, TakenBits, Vector, float8_mask, simd_fns};
+use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, SimdTask, TakenBits, Vector, WordHalves, float8_mask, simd_fns};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -75,9 +75,9 @@ impl Vector for Scalar {
             let codes = from.cast::<Lanes<u8>>().read_unaligned();
             Self::each(|lane| codes[lane].into())
         }
-        fn load_pairs(from: *const f32) -> Pair<Self> {
+        fn load_pairs(from: *const f32) -> WordHalves<Self> {
             let words = Self::load(from);
-            Pair {
+            WordHalves {
                 low: words.map(|x| f32::from_bits(x.to_bits() << 16)),
                 high: words.map(|x| f32::from_bits(x.to_bits() & 0xffff_0000)),
             }

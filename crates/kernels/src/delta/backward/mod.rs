@@ -21,7 +21,7 @@ mod rows;
 
 use super::chunk::Chunk;
 use super::problem::{DeltaDecay, DeltaDims, SequenceHead};
-use super::rows::{BLOCK, ReadRows, TokenAddresses, TokenRows};
+use super::rows::{BLOCK, DeltaTokenRows, ReadTokens, TokenAddresses};
 use super::{DeltaBackwardCall, DeltaBackwardProblem, DeltaSaved, GradientAddresses};
 use crate::cpu::{Kernel, Scratch, SimdTask, Vector};
 use crate::number::Number;
@@ -34,9 +34,9 @@ const CHUNK: usize = 16;
 const CHUNKS: usize = BLOCK / CHUNK;
 
 /// The scratch buffers of a thread.
-pub(super) struct BackwardScratch {
+pub(super) struct DeltaBackwardScratch {
     /// The rows of a block. Its values are the gradients of outputs.
-    rows: TokenRows,
+    rows: DeltaTokenRows,
     /// The saved errors of the block, as the values.
     errors: Scratch,
     chunks: [Chunk; CHUNKS],
@@ -68,7 +68,7 @@ pub(super) struct BackwardScratch {
     decay_grad: Scratch,
 }
 
-impl BackwardScratch {
+impl DeltaBackwardScratch {
     pub fn new<K: Kernel>(dims: &DeltaDims) -> Self {
         let d_k = dims.d_k;
         let d_v = dims.d_v;
@@ -77,7 +77,7 @@ impl BackwardScratch {
         let value_width = d_v.div_ceil(K::PANEL) * K::PANEL;
         let rows = || Scratch::zeros(CHUNK * width);
         Self {
-            rows: TokenRows::new(BLOCK, width, value_width),
+            rows: DeltaTokenRows::new(BLOCK, width, value_width),
             errors: Scratch::zeros(BLOCK * value_width),
             chunks: std::array::from_fn(|_| Chunk::new(CHUNK, width)),
             states: std::array::from_fn(|_| Panels::new::<K>(d_k, d_v)),
@@ -117,7 +117,7 @@ impl BackwardScratch {
 /// The processor has the instruction set of K; the scratch buffers were allocated for the call.
 pub(super) unsafe fn run_head<K: Kernel, E: Number>(
     call: &DeltaBackwardCall<E>,
-    scratch: &mut BackwardScratch,
+    scratch: &mut DeltaBackwardScratch,
     at: SequenceHead,
 ) {
     let DeltaBackwardProblem { forward: problem, saved, output_grad, states_grad } = call.problem;
@@ -137,7 +137,7 @@ pub(super) unsafe fn run_head<K: Kernel, E: Number>(
             let own_tokens = first..tokens.end.min(first + BLOCK);
             let from = TokenAddresses::new(problem, output_grad, dims.h, at.head, first);
             let rows = &mut scratch.rows;
-            K::run_simd(ReadRows { problem, head: at.head, tokens: own_tokens.clone(), from, rows });
+            K::run_simd(ReadTokens { problem, head: at.head, tokens: own_tokens.clone(), from, rows });
             let state = ((call.blocks[at.sequence] + block) * dims.h + at.head) * len;
             scratch.states[0].copy_rows_from(saved.states[state..].as_ptr());
             let row = (own_tokens.start / dims.t * dims.h + at.head) * dims.t + own_tokens.start % dims.t;
@@ -170,7 +170,7 @@ struct BackwardBlock<'a> {
     row: usize,
     tokens: usize,
     gradients: &'a GradientAddresses,
-    scratch: &'a mut BackwardScratch,
+    scratch: &'a mut DeltaBackwardScratch,
 }
 
 impl SimdTask for BackwardBlock<'_> {
@@ -180,7 +180,7 @@ impl SimdTask for BackwardBlock<'_> {
         // SAFETY: the processor has the instruction set of K, and the scratch buffers were allocated for it.
         unsafe {
             for chunk in 0..chunks {
-                let BackwardScratch { chunks: all, rows, .. } = &mut *self.scratch;
+                let DeltaBackwardScratch { chunks: all, rows, .. } = &mut *self.scratch;
                 all[chunk].fill::<K::Vector>(rows, chunk * CHUNK);
                 if chunk + 1 < chunks {
                     self.compute_updates::<K>(chunk);
@@ -206,7 +206,7 @@ impl BackwardBlock<'_> {
     /// As [`SimdTask::run`].
     #[inline(always)]
     unsafe fn compute_updates<K: Kernel>(&mut self, chunk: usize) {
-        let BackwardScratch { rows, errors, updates, .. } = &mut *self.scratch;
+        let DeltaBackwardScratch { rows, errors, updates, .. } = &mut *self.scratch;
         for i in 0..CHUNK {
             let token = chunk * CHUNK + i;
             // SAFETY: as this method's contract; a row of errors has whole panels.
@@ -226,7 +226,7 @@ impl BackwardBlock<'_> {
     /// As [`SimdTask::run`].
     #[inline(always)]
     unsafe fn advance_state<K: Kernel>(&mut self, index: usize) {
-        let BackwardScratch { rows, chunks, states, updates, .. } = &mut *self.scratch;
+        let DeltaBackwardScratch { rows, chunks, states, updates, .. } = &mut *self.scratch;
         let (earlier, later) = states.split_at_mut(index + 1);
         let before = &earlier[index];
         let after = &mut later[0];
@@ -248,7 +248,7 @@ impl BackwardBlock<'_> {
     /// As [`SimdTask::run`].
     #[inline(always)]
     unsafe fn solve<K: Kernel>(&mut self, index: usize) {
-        let BackwardScratch { rows, chunks, state_grad, value_grads, solution, errors, .. } = &mut *self.scratch;
+        let DeltaBackwardScratch { rows, chunks, state_grad, value_grads, solution, errors, .. } = &mut *self.scratch;
         let first = index * CHUNK;
         let chunk = &chunks[index];
         let d_v = self.dims.d_v;
@@ -313,7 +313,7 @@ impl BackwardBlock<'_> {
     #[inline(always)]
     unsafe fn differentiate_products<K: Kernel>(&mut self, chunk: usize) {
         let scratch = &mut *self.scratch;
-        let BackwardScratch { value_grads, value_grad_columns, updates, update_columns, state_grad, .. } = scratch;
+        let DeltaBackwardScratch { value_grads, value_grad_columns, updates, update_columns, state_grad, .. } = scratch;
         let d_k = self.dims.d_k;
         // SAFETY: as this method's contract.
         unsafe {
@@ -333,7 +333,7 @@ impl BackwardBlock<'_> {
     /// As [`SimdTask::run`].
     #[inline(always)]
     unsafe fn advance_state_gradient<K: Kernel>(&mut self, index: usize) {
-        let BackwardScratch { rows, chunks, state_grad, value_grads, .. } = &mut *self.scratch;
+        let DeltaBackwardScratch { rows, chunks, state_grad, value_grads, .. } = &mut *self.scratch;
         let chunk = &chunks[index];
         // SAFETY: as this method's contract; the reading queries follow the reading keys.
         unsafe {

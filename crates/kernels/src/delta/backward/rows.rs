@@ -19,7 +19,7 @@
 //! its rounding error is that of the largest product, and exceeds the gradient where factors are below 1e-7.
 
 use super::panels::Panels;
-use super::{BackwardBlock, BackwardScratch, CHUNK};
+use super::{BackwardBlock, CHUNK, DeltaBackwardScratch};
 use crate::cpu::{MAX_LANES, Scratch, Vector};
 use crate::delta::problem::DeltaDecay;
 use crate::delta::rows::dot;
@@ -136,7 +136,7 @@ impl BackwardBlock<'_> {
     /// As [`SimdTask::run`].
     #[inline(always)]
     pub(super) unsafe fn write_gradients<V: Vector>(&mut self, chunk: usize) {
-        let BackwardScratch { rows, q_grad, k_grad, decay_grad, .. } = &mut *self.scratch;
+        let DeltaBackwardScratch { rows, q_grad, k_grad, decay_grad, .. } = &mut *self.scratch;
         let width = rows.width;
         let d_k = self.dims.d_k;
         for i in 0..CHUNK.min(self.tokens - chunk * CHUNK) {

@@ -89,12 +89,12 @@ pub(super) fn receive(name: &str, mailbox: &Mailbox<Tensor>, numbers: &Tensor) -
 
 /// How a view was made of another tensor.
 #[derive(Clone)]
-pub(super) enum View {
+pub(super) enum ViewKind {
     Reshaped { from: Shape },
     Transposed { dims: [usize; 2] },
 }
 
-impl View {
+impl ViewKind {
     /// Returns the gradient of the other tensor from the gradient of the view.
     fn undo(&self, gradient: &Tensor) -> Result<Tensor> {
         match self {
@@ -126,7 +126,7 @@ impl Link {
 struct Linked {
     link: Link,
     /// The views that lead from the result to the tensor.
-    views: Vec<View>,
+    views: Vec<ViewKind>,
 }
 
 /// The tensors that have a link.
@@ -170,7 +170,7 @@ pub(super) fn set_placeholder(result: &Tensor, placeholder: &Arc<Tensor>) {
 /// As [`Tensor::reshape`].
 pub fn reshape_linked(xs: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
     let view = xs.reshape(shape.into())?;
-    set_view(xs, &view, View::Reshaped { from: xs.shape().clone() });
+    set_view(xs, &view, ViewKind::Reshaped { from: xs.shape().clone() });
     Ok(view)
 }
 
@@ -180,11 +180,11 @@ pub fn reshape_linked(xs: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
 /// As [`Tensor::transpose`].
 pub fn transpose_linked(xs: &Tensor, first: usize, second: usize) -> Result<Tensor> {
     let view = xs.transpose(first, second)?;
-    set_view(xs, &view, View::Transposed { dims: [first, second] });
+    set_view(xs, &view, ViewKind::Transposed { dims: [first, second] });
     Ok(view)
 }
 
-fn set_view(xs: &Tensor, view: &Tensor, made_by: View) {
+fn set_view(xs: &Tensor, view: &Tensor, made_by: ViewKind) {
     if !xs.track_op() || xs.id() == view.id() {
         return;
     }
@@ -206,7 +206,7 @@ pub(super) enum Destination {
     /// To Candle, which adds it to the operand's.
     Candle,
     /// To the link of the result from which these views lead to the operand.
-    Link { receiver: Receiver, views: Vec<View> },
+    Link { receiver: Receiver, views: Vec<ViewKind> },
 }
 
 /// The part of a link that takes the gradients of one user.

@@ -80,7 +80,7 @@ pub fn record(
     backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let result = Computed { storage: numbers.into_storage(), shape: shape.into() };
-    let Operands { nodes, senders } = Operands::new(operands);
+    let TrackedOperands { nodes, senders } = TrackedOperands::new(operands);
     let Some(first) = nodes.first() else { return Ok(result.untracked()) };
     let of_nodes = move |stored: &Tensor, gradient: &Tensor| senders.send(backward(stored, gradient)?);
     if result.shape.elem_count() < link::MIN_ELEMENTS {
@@ -177,7 +177,7 @@ pub fn record_two(
 ) -> Result<[Tensor; 2]> {
     let first = Computed { storage: first.into_storage(), shape: first_shape.into() };
     let second = Computed { storage: second.into_storage(), shape: second_shape.into() };
-    let Operands { nodes, senders } = Operands::new(operands);
+    let TrackedOperands { nodes, senders } = TrackedOperands::new(operands);
     let Some(tracked) = nodes.first() else { return Ok([first.untracked(), second.untracked()]) };
     let join_numbers = numbers::join(name, 2, tracked.device())?;
 
@@ -229,7 +229,7 @@ pub fn gradient_of<E: WithDType>(operand: Option<&Tensor>, numbers: Option<Vec<E
 }
 
 /// The operands of an operation that are tracked for gradients.
-struct Operands {
+struct TrackedOperands {
     /// The tensors in Candle's graph to which gradients are returned: the tracked operands, or their links.
     nodes: Vec<Tensor>,
     senders: Senders,
@@ -240,7 +240,7 @@ struct Senders {
     by_operand: Vec<Option<Destination>>,
 }
 
-impl Operands {
+impl TrackedOperands {
     fn new(operands: &[Option<&Tensor>]) -> Self {
         let mut nodes = Vec::new();
         let mut by_operand = Vec::with_capacity(operands.len());

@@ -21,10 +21,10 @@ use candle_core::{Result, bail};
 use safetensors::Dtype;
 
 use super::bits::append_stream;
-use super::float8::Block;
+use super::float8::ScaleBlock;
 use super::floats::{E2M1, e4m3_over, e8m0};
 use super::tensors::Tensors;
-use super::{Format, Found, Module, passed_over};
+use super::{Found, Module, QuantizedFormat, passed_over};
 use candle_attention_modules::base::{CodeValues, GroupNumbers, QuantizedWeight};
 use scheme::Scheme;
 
@@ -33,11 +33,11 @@ const METHODS: [&str; 2] = ["compressed-tensors", "auto-round"];
 
 /// A layer of compressed-tensors.
 #[derive(Debug)]
-struct Sizes {
+struct CompressedSizes {
     outputs: usize,
     inputs: usize,
     /// The parts of the weight that share a scale.
-    blocks: Block,
+    blocks: ScaleBlock,
     /// The number of columns of the scales.
     scale_columns: usize,
 }
@@ -74,22 +74,22 @@ fn scheme_of(module: &Module) -> Result<Scheme> {
 }
 
 /// Returns the sizes of a layer by the shape of its scales.
-fn sizes(module: &Module, outputs: usize, inputs: usize, scheme: &Scheme) -> Result<Sizes> {
+fn sizes(module: &Module, outputs: usize, inputs: usize, scheme: &Scheme) -> Result<CompressedSizes> {
     let Some(scale) = module.tensors.get("weight_scale") else {
         bail!("expected `weight_scale`, found {}", module.tensors.described())
     };
     if outputs == 0 || inputs == 0 {
         bail!("expected a weight that is not empty, found {}", module.tensors.described())
     }
-    let in_blocks = scheme.block.map(|[rows, columns]| Block { rows, columns });
+    let in_blocks = scheme.block.map(|[rows, columns]| ScaleBlock { rows, columns });
     let blocks = match (in_blocks, scale.shape.as_slice()) {
         (Some(blocks), shape) if shape == blocks.grid(outputs, inputs) => Some(blocks),
         // Experts: the outputs of all of them follow each other.
         (_, [matrices @ .., rows, columns]) if !matrices.is_empty() => {
             let all_rows = matrices.iter().product::<usize>().saturating_mul(*rows);
-            Block::of_shape(outputs, inputs, &[all_rows, *columns], scheme.group)
+            ScaleBlock::of_shape(outputs, inputs, &[all_rows, *columns], scheme.group)
         }
-        (_, shape) => Block::of_shape(outputs, inputs, shape, scheme.group),
+        (_, shape) => ScaleBlock::of_shape(outputs, inputs, shape, scheme.group),
     };
     let Some(blocks) = blocks else {
         bail!(
@@ -99,7 +99,7 @@ fn sizes(module: &Module, outputs: usize, inputs: usize, scheme: &Scheme) -> Res
         )
     };
     let [_, scale_columns] = blocks.grid(outputs, inputs);
-    Ok(Sizes { outputs, inputs, blocks, scale_columns })
+    Ok(CompressedSizes { outputs, inputs, blocks, scale_columns })
 }
 
 /// Floats of 4 bits (E2M1), with scales of E4M3 below a scale of the weight, or with scales of E8M0.
@@ -139,7 +139,7 @@ fn fp4(module: &Module) -> Result<Found> {
     Ok(Found { outputs, inputs, format, tensors: used })
 }
 
-impl Format for Fp4 {
+impl QuantizedFormat for Fp4 {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
         let &Self { outputs, inputs, group } = self;
         let mut codes = Vec::with_capacity(outputs * inputs);

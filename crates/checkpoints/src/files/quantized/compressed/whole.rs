@@ -9,14 +9,14 @@ use super::super::bits::signed_to_codes;
 use super::super::floats::e8m0;
 use super::super::groups::Groups;
 use super::super::tensors::Tensors;
-use super::super::{Format, Found, Module, passed_over};
-use super::{Sizes, scheme_of, sizes};
+use super::super::{Found, Module, QuantizedFormat, passed_over};
+use super::{CompressedSizes, scheme_of, sizes};
 use candle_attention_modules::base::{CodeValues, Float8, GroupNumbers, QuantizedWeight};
 
 /// A weight of bytes.
 #[derive(Debug)]
-struct Whole {
-    sizes: Sizes,
+struct ByteWeight {
+    sizes: CompressedSizes,
     dtype: Dtype,
 }
 
@@ -35,15 +35,15 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
             bail!("expected `weight` and `weight_zero_point` of I8, found {}", tensors.described())
         }
     }
-    let format = Arc::new(Whole { sizes, dtype });
+    let format = Arc::new(ByteWeight { sizes, dtype });
     let mut used = vec!["weight", "weight_scale", "weight_zero_point"];
     used.extend(passed_over(module));
     Ok(Some(Found { outputs, inputs, format, tensors: used }))
 }
 
-impl Format for Whole {
+impl QuantizedFormat for ByteWeight {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
-        let Sizes { outputs, inputs, blocks, scale_columns } = self.sizes;
+        let CompressedSizes { outputs, inputs, blocks, scale_columns } = self.sizes;
         let groups = Groups::of_neighbours(inputs, blocks.columns);
         let of_blocks = |numbers: &GroupNumbers| blocks.numbers(outputs, &groups, numbers, scale_columns);
         let mut codes = tensors.bytes("weight")?;

@@ -8,8 +8,8 @@ use safetensors::Dtype;
 use super::super::bits::{append_stream, transpose_words};
 use super::super::groups::Groups;
 use super::super::tensors::Tensors;
-use super::super::{Format, Found, Module, passed_over};
-use super::{Sizes, scheme_of, sizes};
+use super::super::{Found, Module, QuantizedFormat, passed_over};
+use super::{CompressedSizes, scheme_of, sizes};
 use candle_attention_modules::base::{CodeValues, GroupNumbers, QuantizedWeight};
 
 /// How codes lie in words.
@@ -23,9 +23,9 @@ enum Packed {
 
 /// A weight in words.
 #[derive(Debug)]
-struct Words {
+struct WordWeight {
     /// The sizes, with the outputs of all matrices, one after the other.
-    sizes: Sizes,
+    sizes: CompressedSizes,
     /// The number of matrices: 1, or that of experts.
     matrices: usize,
     bits: usize,
@@ -74,14 +74,14 @@ pub(super) fn find(module: &Module) -> Result<Found> {
     {
         bail!("expected `weight_g_idx` ({inputs}), found {}", tensors.described())
     }
-    let format = Words { sizes, matrices, bits, packed };
+    let format = WordWeight { sizes, matrices, bits, packed };
     format.check_zeros(tensors)?;
     let mut used = vec!["weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"];
     used.extend(passed_over(module));
     Ok(Found { outputs: all_outputs, inputs, format: Arc::new(format), tensors: used })
 }
 
-impl Words {
+impl WordWeight {
     /// Appends `count` codes of a row of words.
     fn append(&self, words: &[u8], count: usize, codes: &mut Vec<u8>) {
         let end = codes.len() + count;
@@ -107,7 +107,7 @@ impl Words {
     /// Checks the shape of the zeros: in words along the outputs, or integers like the scales.
     fn check_zeros(&self, tensors: &Tensors) -> Result<()> {
         let Some(zeros) = tensors.get("weight_zero_point") else { return Ok(()) };
-        let Sizes { outputs, inputs, blocks, scale_columns } = self.sizes;
+        let CompressedSizes { outputs, inputs, blocks, scale_columns } = self.sizes;
         let count = blocks.grid(outputs, inputs).iter().product::<usize>();
         let words = self.words_of(outputs / self.matrices);
         let fits = match (zeros.dtype, zeros.shape.as_slice()) {
@@ -130,7 +130,7 @@ impl Words {
     /// Reads the zeros plus half of the number of codes, in the shape of the scales.
     fn zeros(&self, tensors: &Tensors) -> Result<GroupNumbers> {
         let middle = 1u8 << (self.bits - 1);
-        let &Sizes { outputs, scale_columns, .. } = &self.sizes;
+        let &CompressedSizes { outputs, scale_columns, .. } = &self.sizes;
         let Some(stored) = tensors.get("weight_zero_point") else {
             return Ok(GroupNumbers::Whole(vec![
                 middle;
@@ -159,7 +159,7 @@ impl Words {
 
     /// Reads the groups of the inputs.
     fn groups(&self, tensors: &Tensors) -> Result<Groups> {
-        let Sizes { inputs, blocks, scale_columns, .. } = self.sizes;
+        let CompressedSizes { inputs, blocks, scale_columns, .. } = self.sizes;
         if tensors.get("weight_g_idx").is_none() {
             return Ok(Groups::of_neighbours(inputs, blocks.columns));
         }
@@ -172,9 +172,9 @@ impl Words {
     }
 }
 
-impl Format for Words {
+impl QuantizedFormat for WordWeight {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
-        let Sizes { outputs, inputs, blocks, scale_columns } = self.sizes;
+        let CompressedSizes { outputs, inputs, blocks, scale_columns } = self.sizes;
         let groups = self.groups(tensors)?;
         let words = tensors.bytes("weight_packed")?;
         let mut codes = Vec::with_capacity(outputs * inputs + 32);

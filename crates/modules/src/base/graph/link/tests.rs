@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::*;
 use crate::base::graph::numbers::Computed;
-use crate::base::graph::{IntoStorage, Operands, record, with_placeholder};
+use crate::base::graph::{IntoStorage, TrackedOperands, record, with_placeholder};
 
 const SHAPE: [usize; 3] = [4, 32, MIN_ELEMENTS / 128];
 
@@ -29,7 +29,7 @@ impl Kind {
         match self {
             Self::Messages => record("operation", operands, numbers, result.shape(), backward),
             Self::Placeholder => {
-                let Operands { nodes, senders } = Operands::new(operands);
+                let TrackedOperands { nodes, senders } = TrackedOperands::new(operands);
                 let computed = Computed { storage: numbers.into_storage(), shape: result.shape().clone() };
                 let sent = move |stored: &Tensor, gradient: &Tensor| senders.send(backward(stored, gradient)?);
                 with_placeholder("operation", &nodes, computed, sent)
