@@ -27,8 +27,8 @@ eval "$commands" >"$folder/cargo.log" 2>&1 || { cat "$folder/cargo.log" >&2; exi
 sed -i.bak 's|^members = \[|members = ["../attend", |' "$copy/Cargo.toml"
 sed -i.bak 's|^\[package\]$|[package]\nworkspace = "../candle-attention"|' Cargo.toml
 
-# Builds the programs and an example of the copy: then dependencies have the features that they have in other builds.
-build() { cargo build --quiet -p attend -p candle-attention --bins --example tokenize_attend "$@"; }
+# Builds the programs and a bench of the copy: then dependencies have the features that they have for the examples.
+build() { cargo build --quiet -p attend --bins -p candle-attention --bench norm; }
 
 # Runs a program and compares each line that it prints with the comment behind its `println!`, if there is one.
 run() {

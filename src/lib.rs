@@ -143,9 +143,12 @@ pub mod weights {
 pub mod guide {
     //! Guides whose code is tested. They exist in the documentation only.
 
+    // The first definition of a link counts: rustdoc's is before the document's own.
+    #[doc = "[jax]: crate::guide::jax"]
     #[doc = include_str!("../docs/pytorch.md")]
     pub mod pytorch {}
 
+    #[doc = "[pytorch]: crate::guide::pytorch"]
     #[doc = include_str!("../docs/jax.md")]
     pub mod jax {}
 

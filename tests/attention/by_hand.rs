@@ -123,8 +123,8 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     };
 
     let (alibi_slopes, bias) = alibi(cfg, t_q, t_kv);
-    let band = cfg.local_window().map(|window| Part::LocalWindow(window.left, window.right));
-    let parts = [cfg.window().map(Part::Window), band, cfg.chunk().map(Part::Chunk), bias].into_iter().flatten();
+    let local = cfg.local_window().map(|window| Part::LocalWindow(window.left, window.right));
+    let parts = [cfg.window().map(Part::Window), local, cfg.chunk().map(Part::Chunk), bias].into_iter().flatten();
     let own = Mask::new(if cfg.causal() { Alignment::Causal } else { Alignment::Free }, parts.collect::<Vec<_>>());
     let mut case = Case {
         dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v },

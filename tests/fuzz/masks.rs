@@ -32,11 +32,11 @@ fn check(bytes: &[u8]) -> Result<()> {
             (AttentionMask::causal_with_offsets(offsets), offsets)
         }
     };
-    // Of each of the sequences, but for a window and a band.
-    let [window, band, prefix, starts, lens] = [(); 5].map(|()| (next() % 2 == 1).then(|| [next(), next()]));
+    // Of each of the sequences, but for a window and a local window.
+    let [window, local, prefix, starts, lens] = [(); 5].map(|()| (next() % 2 == 1).then(|| [next(), next()]));
     let each = |values: [u8; 2]| values.map(usize::from).to_vec();
     mask = window.map_or(mask.clone(), |[w, _]| mask.with_window(w.into()));
-    mask = band.map_or(mask.clone(), |[left, right]| mask.with_local_window(left.into(), right.into()));
+    mask = local.map_or(mask.clone(), |[left, right]| mask.with_local_window(left.into(), right.into()));
     mask = prefix.map_or(mask.clone(), |prefix| mask.with_prefix(each(prefix)));
     mask = starts.map_or(mask.clone(), |starts| mask.with_starts(each(starts)));
     mask = lens.map_or(mask.clone(), |lens| mask.with_valid_lens(each(lens)));
@@ -47,7 +47,7 @@ fn check(bytes: &[u8]) -> Result<()> {
         let of = |values: Option<[u8; 2]>| values.map(|values| i64::from(values[b]));
         (alignment == 0 || j <= position || of(prefix).is_some_and(|prefix| j < prefix))
             && window.is_none_or(|[w, _]| position - j < i64::from(w))
-            && band.is_none_or(|[l, r]| j >= position - i64::from(l) && j <= position + i64::from(r))
+            && local.is_none_or(|[l, r]| j >= position - i64::from(l) && j <= position + i64::from(r))
             && of(starts).is_none_or(|start| j >= start)
             && of(lens).is_none_or(|len| j < len)
     };

@@ -231,7 +231,7 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     add(cfg.causal(), "causal");
     add(cfg.num_kv_heads() < cfg.num_heads(), "grouped heads");
     add(cfg.window().is_some(), "window");
-    add(cfg.local_window().is_some(), "band");
+    add(cfg.local_window().is_some(), "local window");
     add(cfg.chunk().is_some(), "chunks");
     add(cfg.qk_norm().is_some() && !cfg.norm_after_rope(), "norms of queries and keys");
     add(cfg.norm_after_rope(), "norms after rotary positions");
@@ -244,7 +244,7 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     }
     add(cfg.attention_temperature().is_some(), "queries scaled by position");
     add(cfg.value_norm().is_some(), "norms of values");
-    add(cfg.output_norm().is_some(), "a norm of the context");
+    add(cfg.output_norm().is_some(), "a norm of the attention output");
     add(cfg.kv_sharing() == KvSharing::KeysAsValues, "keys as values");
     add(cfg.kv_sharing() == KvSharing::EarlierLayer, "keys and values of an earlier layer");
     add(cfg.output_gate().is_some(), "output gate");

@@ -104,7 +104,7 @@ impl RingAttention {
         if size > 1 {
             expect_untracked("ring_attention", &[k, v])?;
             if has_relative_bias(&self.options) {
-                bail!("[ring_attention] the options have a distance bias over one rank's keys, expected none")
+                bail!("[ring_attention] the options have a relative bias over one rank's keys, expected none")
             }
         }
         let mut runs: Vec<_> =

@@ -306,7 +306,7 @@ impl PackedLinear {
         }
         let flat: Vec<u32> = to_vec(ids)?;
         if let Some(id) = flat.iter().find(|&&id| id as usize >= self.out_dim()) {
-            bail!("[{OP}] id {id} is no row of the weight, expected one below {}", self.out_dim())
+            bail!("[{OP}] id {id} is out of range, expected one below the number of rows, {}", self.out_dim())
         }
         let shape = [ids.dims(), &[self.in_dim()]].concat();
         if flat.len() * self.in_dim() == 0 {

@@ -69,7 +69,7 @@ impl Grid {
             row("causal, offset", Mask::Offset),
             row("causal, offsets", Mask::Offsets),
             row("window", Mask::Window),
-            row("band", Mask::LocalWindow),
+            row("local window", Mask::LocalWindow),
             row("chunks", Mask::Chunk),
             row("one length", Mask::OneLength),
             row("lengths", Mask::Lens),
