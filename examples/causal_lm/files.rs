@@ -3,16 +3,26 @@
 use std::path::PathBuf;
 use std::rc::Rc;
 
+use candle_attention::gguf;
+use candle_attention::text::{SimpleTokenizer, SpecialTokens};
 use candle_attention::weights::Checkpoint;
-use candle_attention::{SimpleTokenizer, gguf};
 use candle_core::{DType, Device, Result, bail};
 use candle_nn::var_builder::ShardedSafeTensors;
 use serde_json::Value;
 
 use crate::args::Args;
-use crate::common::{read_json, read_optional};
+use crate::common::{EXAMPLE, read_json, read_optional};
 use crate::model::gguf::Gguf;
 use crate::model::weights::{Ranks, Shards, Weights};
+
+/// Returns the text that generated tokens add to a prompt. They are decoded after the prompt, since a decoder drops the
+/// space before a first word.
+pub fn continuation(tokenizer: &SimpleTokenizer, prompt: &[u32], made: &[u32]) -> Result<String> {
+    let decode = |ids: &[u32]| tokenizer.decode_with(ids, SpecialTokens::Without);
+    let before = decode(prompt)?;
+    let whole = decode(&[prompt, made].concat())?;
+    Ok(whole.strip_prefix(&before).unwrap_or(&whole).to_string())
+}
 
 pub enum Files {
     Folder(PathBuf),
@@ -24,12 +34,12 @@ impl Files {
         match &args.model.model {
             Some(path) if path.is_file() && args.model.dtype != DType::F32 => {
                 bail!(
-                    "[causal_lm] a GGUF file has its own types of weights and computes in f32, expected no other \
+                    "[{EXAMPLE}] a GGUF file has its own types of weights and computes in f32, expected no other \
                      --dtype"
                 )
             }
             Some(path) if path.is_file() && args.quantize.is_some() => {
-                bail!("[causal_lm] a GGUF file has its own types of weights, expected no --quantize")
+                bail!("[{EXAMPLE}] a GGUF file has its own types of weights, expected no --quantize")
             }
             Some(path) if path.is_file() => Ok(Self::Gguf(Gguf::open(path, device)?)),
             _ => args.model.folder(&["generation_config.json"]).map(Self::Folder),
@@ -49,7 +59,7 @@ impl Files {
             Self::Gguf(gguf) => return gguf::tokenizer(&gguf.content),
         };
         if !file.is_file() {
-            bail!("[causal_lm] the checkpoint has no tokenizer.json; give --ids instead of --prompt")
+            bail!("[{EXAMPLE}] the checkpoint has no tokenizer.json; give token ids instead of text")
         }
         Ok(SimpleTokenizer::from_file(file)?)
     }
@@ -81,7 +91,7 @@ impl Files {
                 if ranks.is_some() {
                     let files = checkpoint.safetensors();
                     if files.is_empty() {
-                        bail!("[causal_lm] the checkpoint has no safetensors, which ranks read shards of")
+                        bail!("[{EXAMPLE}] the checkpoint has no safetensors, which ranks read shards of")
                     }
                     // SAFETY: like every program that maps a checkpoint, this one counts on nobody writing to it.
                     vb = Some(unsafe { ShardedSafeTensors::var_builder(files, dtype, device)? });

@@ -10,7 +10,9 @@ mod blocks;
 
 use std::ops::Range;
 
-use candle_attention::{AttentionCacheConfig, AttentionMask, PackedLinear, RopeConfig, RopeScaling};
+use candle_attention::{
+    AttentionCacheConfig, AttentionMask, KvPool, PackedLinear, PagedTokens, RopeConfig, RopeScaling,
+};
 use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::Embedding;
 use serde_json::Value;
@@ -165,6 +167,22 @@ impl CausalLm {
         self.head.device()
     }
 
+    /// Returns the dtype of activations.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Returns the number of tokens that have an embedding in this process.
+    pub fn vocab_size(&self) -> usize {
+        self.embedding.out_dim()
+    }
+
+    /// Returns the number of learned positions, if the model has some.
+    pub fn max_positions(&self) -> Result<Option<usize>> {
+        let Some(learned) = &self.positions else { return Ok(None) };
+        Ok(Some(learned.embeddings().dim(0)?.saturating_sub(self.first_position)))
+    }
+
     /// Makes an empty cache for each block. `config` can change the config of each cache of keys and values.
     pub fn caches(&self, config: impl Fn(AttentionCacheConfig) -> AttentionCacheConfig) -> Result<Vec<Cache>> {
         self.blocks.attentions().map(|attention| attention.cache(&config)).collect()
@@ -185,8 +203,17 @@ impl CausalLm {
         })
     }
 
-    /// Embeds ids (B, T) at these positions, B·T, as (B, T, E). `longest` is the length of the longest sequence;
-    /// padding may be at larger positions.
+    /// Computes hidden states (total, E) of the packed token ids of a step, whose keys and values are stored in a pool
+    /// for each block.
+    pub fn forward_paged(&self, ids: &[u32], step: &PagedTokens, pools: &[KvPool]) -> Result<Tensor> {
+        let positions: Vec<_> = step.positions().into_iter().map(|position| position as usize).collect();
+        let longest = positions.iter().max().map_or(0, |&last| last + 1);
+        let xs = self.embed(&Tensor::new(ids, &Device::Cpu)?, &positions, longest)?;
+        self.through_blocks(xs, |layer, attention, input| attention.forward(input.with_pages(&pools[layer], step)?))
+    }
+
+    /// Embeds ids (B, T) at these positions, B·T, as (B, T, E), or packed ids (total,) as (total, E). `longest` is the
+    /// length of the longest sequence; padding may be at larger positions.
     pub fn embed(&self, ids: &Tensor, positions: &[usize], longest: usize) -> Result<Tensor> {
         let mut xs = self.vocabulary.embed(&self.embedding, ids)?.to_dtype(self.dtype)?;
         if self.embedding_scale != 1.0 {

@@ -6,13 +6,13 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use candle_attention::AttentionCacheConfig;
-use candle_attention::text::{SimpleTokenizer, SpecialTokens};
+use candle_attention::text::SimpleTokenizer;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::args::Args;
 use crate::common::page::{PageOfLayers, texts};
 use crate::common::{cannot, make_folders, with_bar};
-use crate::files::Files;
+use crate::files::{Files, continuation};
 use crate::generate::{Batch, PaddedIds, generate};
 use crate::model::CausalLm;
 use crate::model::weights::Ranks;
@@ -47,15 +47,6 @@ pub fn run(args: &Args, device: Device, ranks: Option<Rc<dyn Ranks>>) -> Result<
         eprintln!("{report}");
     }
     Ok(())
-}
-
-/// Returns the text that generated tokens add to a prompt. They are decoded after the prompt, since a decoder drops the
-/// space before a first word.
-fn continuation(tokenizer: &SimpleTokenizer, prompt: &[u32], made: &[u32]) -> Result<String> {
-    let decode = |ids: &[u32]| tokenizer.decode_with(ids, SpecialTokens::Without);
-    let before = decode(prompt)?;
-    let whole = decode(&[prompt, made].concat())?;
-    Ok(whole.strip_prefix(&before).unwrap_or(&whole).to_string())
 }
 
 /// Streams the text of one prompt, or prints the texts of several when all have ended. Returns a report of the run.

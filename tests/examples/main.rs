@@ -20,6 +20,10 @@ mod quantized;
 #[path = "../../examples/image_embedding/resample.rs"]
 #[allow(dead_code, reason = "the program's part")]
 mod resample;
+#[path = "../../examples/serve_requests/scheduler.rs"]
+mod scheduler;
+mod scheduling;
+mod serving;
 mod sessions;
 mod steps;
 mod tokens;

@@ -1,9 +1,9 @@
 //! The attention of a block, of any kind, with its inputs and caches.
 
 use candle_attention::{
-    AllReduce, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics, DeltaCache,
-    DeltaInput, GatedDeltaNet, MultiHeadAttention, MultiHeadLatentAttention, RopeConfig, RotaryEmbedding,
-    StatisticsOptions,
+    AlibiConfig, AllReduce, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics,
+    DeltaCache, DeltaInput, GatedDeltaNet, KvPool, KvPoolConfig, MultiHeadAttention, MultiHeadLatentAttention,
+    PageTable, PagedTokens, RopeConfig, RotaryEmbedding, StatisticsOptions,
 };
 use candle_core::{Result, Tensor, bail};
 
@@ -81,6 +81,11 @@ impl<'a> Input<'a> {
         }
     }
 
+    /// Sets the pages of a call, whose input is (total, E).
+    pub fn with_pages(self, pool: &'a KvPool, step: &'a PagedTokens) -> Result<Self> {
+        Ok(Self::Softmax(self.softmax()?.with_pages(pool, step)))
+    }
+
     /// Returns the input of softmax attention.
     pub fn softmax(self) -> Result<AttentionInput<'a>> {
         match self {
@@ -139,6 +144,30 @@ impl Attention {
             Self::Linear(_) => return Ok(Cache::Linear(DeltaCache::default())),
         };
         AttentionCache::new(&config(own)).map(Cache::Softmax)
+    }
+
+    /// Returns the config of the pool of this layer, which has the number `layer` in errors.
+    ///
+    /// # Errors
+    /// For attention that does not read keys and values in pages. The error says why.
+    pub fn pool_config(&self, layer: usize, table: &PageTable) -> Result<KvPoolConfig> {
+        let reason = match self {
+            Self::Latent(_) => "has latent attention, whose compressed keys have no pages",
+            Self::Linear(_) => "has linear attention, whose states have no pages",
+            Self::MultiHead(attention) => {
+                let cfg = attention.config();
+                if cfg.relative_bias().is_some() {
+                    "has a relative bias, which is not supported with pages"
+                } else if cfg.content_positions().is_some() {
+                    "has content-based relative positions, which are not supported with pages"
+                } else if matches!(cfg.alibi(), Some(AlibiConfig::Falcon)) {
+                    "has Falcon's bias for each key, which is not supported with pages"
+                } else {
+                    return Ok(KvPoolConfig::for_layer(cfg, table));
+                }
+            }
+        };
+        bail!("[pages] layer {layer} of the model {reason}")
     }
 
     pub fn forward(&self, input: Input) -> Result<Tensor> {
