@@ -5,6 +5,7 @@ mod common;
 
 mod gguf;
 mod gguf_forms;
+mod gguf_fuzz;
 mod gguf_metadata;
 mod gguf_models;
 mod gguf_parts;

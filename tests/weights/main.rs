@@ -14,6 +14,7 @@ mod pth;
 mod quantized;
 mod quantized_faults;
 mod quantized_files;
+mod quantized_fuzz;
 mod quantized_layers;
 mod reading;
 mod round_trip;
