@@ -12,6 +12,7 @@ use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 
 use crate::DEVICE;
+use crate::common::root;
 
 const E: usize = 64;
 
@@ -305,6 +306,26 @@ fn quantized_weights_in_models_are_read_or_are_errors_that_name_the_method() -> 
             }
         }
     }
+    Ok(())
+}
+
+/// Tries the methods that docs/quantised.md lists as refused, which `crates/compare/census/quantized.py` writes.
+#[test]
+fn methods_that_the_page_lists_as_refused_are_errors_that_name_them() -> Result<()> {
+    let page = std::fs::read_to_string(root().join("docs/quantised.md"))?;
+    let (_, table) = page.split_once("| refused | why |").expect("a table of refused methods");
+    let mut tried = 0;
+    for line in table.lines().skip(2).take_while(|line| line.starts_with('|')) {
+        let name = line.split('`').nth(1).expect("the name of a method");
+        let folder = tempfile::tempdir()?;
+        const BYTES: &[Part] = &[part("weight", Dtype::U8, &[64, 32])];
+        let bytes = Method { name: "bytes", parts: BYTES, ..FLOAT };
+        bytes.write(folder.path(), Some(&json!({"quantization_config": {"quant_method": name}})))?;
+        let vb = weights::open(folder.path(), DType::F32, &DEVICE)?.pp("model.layers.0.self_attn");
+        assert_names(MultiHeadAttention::new(&config(), vb), name, line);
+        tried += 1;
+    }
+    assert!(tried > 5, "{tried} lines");
     Ok(())
 }
 

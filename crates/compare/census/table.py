@@ -163,7 +163,8 @@ part of the config (`&config["vision_config"]`), and a builder at the checkpoint
 
 `cargo test --test hf` compares the models of `tests/hf/models` with transformers in every run, and
 `examples/causal_lm` runs {decoders} decoders as whole models. [Another part](#other-versions-of-transformers) of this page
-compares other versions of transformers in the same way.
+compares other versions of transformers in the same way. [Quantised checkpoints](quantised.md#compared) are counted by
+method.
 
 ## Equal
 

@@ -101,3 +101,14 @@ fp8 = {"quant_method": "fp8", "activation_scheme": "static"}
 write("fp8_tensor_kv_scales", 5, fp8, of_tensor("weight_scale", torch.float8_e4m3fn, unused))
 unused = {"scale_input": torch.tensor(0.03)}
 write("fp8_scale_weight_e5m2", 6, {}, of_tensor("scale_weight", torch.float8_e5m2, unused))
+
+
+def of_exponents(weight):
+    """Powers of 2 as bytes, for groups of 32 inputs (MXFP8), and transformers' own dequantisation."""
+    codes, scales = quantised(weight, (1, 32), torch.float8_e4m3fn)
+    exponents = (scales.log2().ceil() + 127).to(torch.uint8)
+    want = Fp8Dequantize(None)._dequantize_one(codes, exponents, torch.float32)
+    return {"weight": codes, "weight_scale_inv": exponents}, want.numpy()
+
+
+write("fp8_exponents_in_bytes", 7, {"quant_method": "mxfp8"}, of_exponents)

@@ -7,6 +7,8 @@
 //! | `mxfp8` | E4M3 | E8M0 for groups of 32 | `float · scale` |
 //! | `nvfp4` | E2M1 | E4M3 for groups of 16 | `float · scale` |
 //!
+//! transformers' method `metal` saves layers of the mode `affine` with `qbiases` instead of `biases`.
+//!
 //! `code · scale + bias` is rounded once here. MLX rounds the product too, which changes the last bit of some numbers
 //! where scales are in f32; products of codes with scales in f16 or bf16 are exact.
 
@@ -39,6 +41,8 @@ struct MlxLayer {
     bits: usize,
     group: usize,
     mode: Mode,
+    /// The name of the biases.
+    biases: &'static str,
 }
 
 impl Mode {
@@ -105,27 +109,24 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
         bail!("`global_scale` multiplies the weight, which is not supported")
     }
     let mut used = vec!["weight", "scales"];
+    let biases = if settings["quant_method"] == "metal" { "qbiases" } else { "biases" };
     if mode == Mode::Affine {
-        if tensors.matrix("biases") != Some([rows, groups]) {
+        if tensors.matrix(biases) != Some([rows, groups]) {
             bail!(
-                "`biases` is not a matrix of shape ({rows}, {groups}), as `scales` is, expected one in the mode affine"
+                "`{biases}` is not a matrix of shape ({rows}, {groups}), as `scales` is, expected one in the mode affine"
             )
         }
-        used.push("biases");
+        used.push(biases);
     } else if tensors.dtype("scales")? != Dtype::U8 {
         bail!("`scales` has dtype {:?}, expected U8 in the mode {mode:?}", tensors.dtype("scales")?)
     }
-    Ok(Some(Found {
-        outputs,
-        inputs,
-        format: Arc::new(MlxLayer { outputs, inputs, bits, group, mode }),
-        tensors: used,
-    }))
+    let format = Arc::new(MlxLayer { outputs, inputs, bits, group, mode, biases });
+    Ok(Some(Found { outputs, inputs, format, tensors: used }))
 }
 
 impl QuantizedFormat for MlxLayer {
     fn read(&self, tensors: &Tensors) -> Result<QuantizedWeight> {
-        let &Self { outputs, inputs, bits, group, mode } = self;
+        let &Self { outputs, inputs, bits, group, mode, biases } = self;
         let mut codes = Vec::with_capacity(outputs * inputs);
         append_stream(&tensors.bytes("weight")?, bits, &mut codes);
         let bytes = |table| Ok::<_, candle_core::Error>(GroupNumbers::Bytes { bytes: tensors.bytes("scales")?, table });
@@ -135,7 +136,7 @@ impl QuantizedFormat for MlxLayer {
             Mode::Nvfp4 => bytes(e4m3_times(1.0))?,
         };
         let values = match mode {
-            Mode::Affine => CodeValues::Minimums(tensors.numbers("biases")?),
+            Mode::Affine => CodeValues::Minimums(tensors.numbers(biases)?),
             Mode::Mxfp4 | Mode::Nvfp4 => CodeValues::Table(E2M1),
             Mode::Mxfp8 => CodeValues::Float8(Float8::E4M3),
         };
