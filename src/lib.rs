@@ -25,7 +25,7 @@
 //! | mask keys | [`AttentionMask`]: causal, lengths, windows, prefixes, tensors |
 //! | decode token by token | [`AttentionCache`] |
 //! | load weights exported from PyTorch | [`weights::open`], [`WeightLayout`], [`hf`], [`gguf`] |
-//! | load, train, merge and save LoRA adapters of PEFT | [`peft`] |
+//! | load, train, merge and save LoRA adapters of PEFT; several in one batch | [`peft`] |
 //! | turn texts into inputs, and plot weights | [`text`], [`plot`] |
 //! | draw the same random weights as PyTorch | [`TorchSeed`] |
 //!
@@ -79,7 +79,7 @@ pub use candle_attention_modules::{
     gate::{GateActivation, GateLayout, GateScope, OutputGate},
     init::{self, TorchSeed},
     linear::{
-        PackedGatedLinear, PackedLinear, Projection, ProjectionModule, ProjectionModules, packed_linear,
+        AdaptedLinear, PackedGatedLinear, PackedLinear, Projection, ProjectionModule, ProjectionModules, packed_linear,
         packed_linear_b, packed_linear_no_bias,
     },
     norm::{

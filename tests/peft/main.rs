@@ -6,9 +6,11 @@ mod common;
 mod dtypes;
 mod errors;
 mod fit;
+mod generation;
 mod models;
 mod names;
 mod quantized;
+mod several;
 mod training;
 
 use std::collections::HashMap;

@@ -15,15 +15,15 @@ use crate::{DEVICE, drawn, in_folder};
 const OTHER_MATRICES: [&str; 4] = ["embedding", "relative_attention_bias", "norm", "encoder_attn"];
 
 /// The linear layers of the attention of a model, with matrices for each.
-struct Drawn {
+pub struct Drawn {
     /// The adapter's file.
-    file: HashMap<String, Tensor>,
+    pub file: HashMap<String, Tensor>,
     /// The weights of the model with the updates.
-    merged: HashMap<String, Tensor>,
+    pub merged: HashMap<String, Tensor>,
 }
 
 impl Drawn {
-    fn new(model: &Model, seed: u64, scaling: f64) -> Result<Self> {
+    pub fn new(model: &Model, seed: u64, scaling: f64) -> Result<Self> {
         let is_conv1d = model.config["model_type"] == "gpt2";
         let mut drawn_model = Self { file: HashMap::new(), merged: model.weights.clone() };
         for (n, (name, weight)) in model.weights.iter().enumerate() {
@@ -47,7 +47,7 @@ impl Drawn {
 }
 
 /// Returns an input of a layer, with the tokens that it needs.
-fn input(layer: &MultiHeadAttention) -> Result<Tensor> {
+pub fn input(layer: &MultiHeadAttention) -> Result<Tensor> {
     let t = match layer.config().content_positions() {
         Some(
             &(ContentPositions::Grid { height, width }

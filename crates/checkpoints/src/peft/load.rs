@@ -14,6 +14,10 @@ use crate::hf;
 use candle_attention_core::internal::{AdaptableModule, AdapterMatrices, ParameterName};
 use candle_attention_core::{MultiHeadAttention, WeightLayout};
 
+/// The name of the sinks of a layer, and the name that Flint has for them.
+const SINKS: &str = "sinks";
+const OTHER_SINKS: &str = "softmax_offset";
+
 /// The parameters for which an adapter may have other values.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Taken {
@@ -47,28 +51,89 @@ impl Adapter {
         layout: WeightLayout,
         module: &str,
     ) -> Result<MultiHeadAttention> {
-        let modules = layer.adaptable_modules(layout)?;
-        let mut own = modules.clone();
-        for renamed in &mut own {
-            renamed.name = self.name_of(module, renamed);
-        }
+        let own = self.own_modules(layer, layout, module)?;
         let target = Target { module, layout, own: &own };
         self.check_matrices(&target)?;
-        let takes_all = self.takes_all_parameters(&target);
-        let mut loaded = layer.clone();
-        if self.config.replaces_parameters() || (takes_all && self.has_parameters_of(&target)) {
-            loaded = layer.with_replaced_parameters(layout, |name, current| {
-                let is_linear = modules.iter().any(|linear| is_parameter_of(&name.name, |of| of == linear.name));
-                self.replacement(&self.parameter_of(module, name), current, Taken { is_linear, takes_all })
-            })?;
-        }
-        loaded = loaded
+        let loaded = self.with_own_parameters(layer, &target, |_| Ok(()))?;
+        let loaded = loaded
             .with_adapter(layout, |linear| self.matrices(&join(module, &self.name_of(module, linear)), linear))?;
         if !loaded.has_adapter() {
             self.check_excluded(&target)?;
         }
         self.check_names_below(&target)?;
         Ok(loaded)
+    }
+
+    /// Returns a copy of a layer that has the adapter under a name, for calls that choose it.
+    ///
+    /// # Errors
+    /// As [`load_onto`](Self::load_onto), and for other values of the layer's own parameters, such as biases.
+    pub(super) fn load_onto_by_name(
+        &self,
+        name: &str,
+        layer: &MultiHeadAttention,
+        layout: WeightLayout,
+        module: &str,
+    ) -> Result<MultiHeadAttention> {
+        let own = self.own_modules(layer, layout, module)?;
+        let target = Target { module, layout, own: &own };
+        self.check_matrices(&target)?;
+        self.with_own_parameters(layer, &target, |parameter| {
+            bail!(
+                "[{OP}] the adapter {name:?} has another {parameter}, which sequences of a batch share, expected \
+                 low-rank matrices alone"
+            )
+        })?;
+        let mut is_changed = false;
+        let loaded = layer.with_named_adapter(name, layout, |linear| {
+            let matrices = self.matrices(&join(module, &self.name_of(module, linear)), linear)?;
+            is_changed |= matrices.is_some();
+            Ok(matrices)
+        })?;
+        if !is_changed {
+            self.check_excluded(&target)?;
+        }
+        self.check_names_below(&target)?;
+        Ok(loaded)
+    }
+
+    /// Returns the modules of a layer that the adapter may change, under the adapter's names.
+    fn own_modules(
+        &self,
+        layer: &MultiHeadAttention,
+        layout: WeightLayout,
+        module: &str,
+    ) -> Result<Vec<AdaptableModule>> {
+        let mut own = layer.adaptable_modules(layout)?;
+        for renamed in &mut own {
+            renamed.name = self.name_of(module, renamed);
+        }
+        Ok(own)
+    }
+
+    /// Returns a copy of a layer with the adapter's own values of parameters: trained biases and saved modules. `check`
+    /// receives the name of each of them.
+    fn with_own_parameters(
+        &self,
+        layer: &MultiHeadAttention,
+        target: &Target,
+        check: impl Fn(&str) -> Result<()>,
+    ) -> Result<MultiHeadAttention> {
+        let takes_all = self.takes_all_parameters(target);
+        let has_parameters = self.config.replaces_parameters() || (takes_all && self.has_parameters_of(target));
+        if !has_parameters {
+            return Ok(layer.clone());
+        }
+        let modules = layer.adaptable_modules(target.layout)?;
+        layer.with_replaced_parameters(target.layout, |name, current| {
+            let is_linear = modules.iter().any(|linear| is_parameter_of(&name.name, |of| of == linear.name));
+            let parameter = self.parameter_of(target.module, name);
+            let replacement = self.replacement(&parameter, current, Taken { is_linear, takes_all })?;
+            if replacement.is_some() {
+                check(&parameter)?;
+            }
+            Ok(replacement)
+        })
     }
 
     /// Loads one layer's attention as [`hf::load_attention`] does, and the adapter onto it. `vb` is a builder at the
@@ -79,24 +144,31 @@ impl Adapter {
     pub fn load_attention(&self, json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
         let places = hf::attention_modules(json, layer, &vb)?;
         let attention = hf::load_attention(json, layer, vb)?;
-        let has_tensors = |layout: WeightLayout, module: &str| -> Result<bool> {
-            let modules = attention.adaptable_modules(layout)?;
+        match self.place_of(&attention, &places)? {
+            Some((layout, module)) => self.load_onto(&attention, *layout, module),
+            None => Ok(attention),
+        }
+    }
+
+    /// Returns the place of an attention module in the model that the adapter was trained on: the first for which it
+    /// has matrices, or the first of all.
+    pub(super) fn place_of<'p>(
+        &self,
+        attention: &MultiHeadAttention,
+        places: &'p [(WeightLayout, String)],
+    ) -> Result<Option<&'p (WeightLayout, String)>> {
+        // An adapter may have been trained on the model without its head, or with one.
+        for place in places {
+            let (layout, module) = place;
             let has_matrices = |own: &AdaptableModule| {
                 let name = self.name_of(module, own);
                 self.tensors.matrix_names(&join(module, &name)).any().is_some()
             };
-            Ok(modules.iter().any(has_matrices))
-        };
-        // An adapter may have been trained on the model without its head, or with one.
-        for (layout, module) in &places {
-            if has_tensors(*layout, module)? {
-                return self.load_onto(&attention, *layout, module);
+            if attention.adaptable_modules(*layout)?.iter().any(has_matrices) {
+                return Ok(Some(place));
             }
         }
-        match places.first() {
-            Some((layout, module)) => self.load_onto(&attention, *layout, module),
-            None => Ok(attention),
-        }
+        Ok(places.first())
     }
 
     /// Returns the name that the adapter has for a module below an attention module.
@@ -118,7 +190,8 @@ impl Adapter {
     /// Returns the full name that the adapter has for a parameter below an attention module.
     fn parameter_of(&self, attention: &str, own: &ParameterName) -> String {
         let full = join(attention, &own.name);
-        let Some(other) = own.other.as_ref().map(|other| join(attention, other)) else { return full };
+        let other_name = if own.name == SINKS { Some(OTHER_SINKS) } else { own.other.as_deref() };
+        let Some(other) = other_name.map(|other| join(attention, other)) else { return full };
         let is_saved = |name: &str| is_parameter_of(name, |module| self.config.saved_by(module).is_some());
         let is_other_named = is_saved(&other) && !is_saved(&full);
         let is_there = |name: &str| self.tensors.parameter_name(name).is_some();
@@ -145,7 +218,7 @@ impl Adapter {
     }
 
     /// Returns the matrices of a module, by its full name, if it has some.
-    fn matrices(&self, module: &str, own: &AdaptableModule) -> Result<Option<AdapterMatrices>> {
+    pub(super) fn matrices(&self, module: &str, own: &AdaptableModule) -> Result<Option<AdapterMatrices>> {
         if let Some(name) = self.tensors.unsupported(module) {
             bail!("[{OP}] {name} is in the file, expected LoRA without DoRA (use_dora) and lora_bias")
         }

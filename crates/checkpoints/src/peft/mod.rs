@@ -1,6 +1,7 @@
 #![doc = include_str!("guide.md")]
 
 mod adapter;
+mod adapters;
 mod config;
 mod file;
 mod fit;
@@ -11,6 +12,7 @@ mod targets;
 mod tensors;
 
 pub use adapter::Adapter;
+pub use adapters::Adapters;
 pub use config::{AdapterBias, AdapterConfig};
 
 /// The operation that errors name.

@@ -142,7 +142,7 @@ impl MultiHeadAttention {
     }
 
     /// Notes the layer as it is before the first adapter.
-    fn start_adapter(&mut self) {
+    pub(super) fn start_adapter(&mut self) {
         if self.adapter.is_none() {
             self.adapter = Some(LoadedAdapter { base: self.weights(), unmerged: None });
         }
@@ -172,10 +172,18 @@ impl MultiHeadAttention {
     /// for weights in f64) and rounded once. Quantised weights with an update become f32.
     ///
     /// # Errors
-    /// For a layer without an adapter, for an adapted module of the caller's, and if the weights do not fit in memory.
+    /// For a layer without an adapter or with adapters by name, for an adapted module of the caller's, and if the
+    /// weights do not fit in memory.
     #[doc(alias = "lora")]
     pub fn merge_adapter(&self) -> Result<Self> {
         let Some(adapter) = &self.adapter else { bail!("[{OP}] there is no adapter to merge") };
+        if !self.projections.named_updates().is_empty() {
+            bail!(
+                "[{OP}] the layer has the adapters {:?}, of which each sequence of a call chooses one, expected a layer \
+                 with a single adapter (`Adapter::load_onto`) to merge",
+                self.adapter_names()
+            )
+        }
         let unmerged = adapter.unmerged.clone().unwrap_or_else(|| self.weights());
         let projections = unmerged.projections.merge()?;
         let parameters = unmerged.parameters.merge()?;

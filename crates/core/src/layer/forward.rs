@@ -142,6 +142,7 @@ impl MultiHeadAttention {
         };
         let residual = checked.residual;
         let train = input.train;
+        let chosen = checked.adapters.queries;
         Ok(PreparedCall {
             q: arguments.q,
             keys,
@@ -151,7 +152,7 @@ impl MultiHeadAttention {
             batched: input.queries.rank() == 3,
             output: Box::new(move |output| {
                 let merged = self.merge_heads(output, gate.as_ref())?;
-                self.projections.output(merged, residual.as_ref(), train)
+                self.projections.output(merged, residual.as_ref(), &chosen, train)
             }),
         })
     }

@@ -37,7 +37,8 @@ impl MultiHeadAttention {
     pub(super) fn project(&self, inputs: &CheckedLayerInput, input: &AttentionInput) -> Result<ProjectedHeads> {
         let all_reduce = input.all_reduce;
         let key_value = inputs.key_value.as_ref().map(|KeyValueInputs { keys, values }| [keys, values]);
-        let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value, input.train)?;
+        let updates = inputs.adapters.updates(input.train);
+        let Projected { q, kv, gate } = self.projections.query_key_value(&inputs.queries, key_value, updates)?;
         if input.train && self.adapter.is_some() && self.projections.has_idle_update()? {
             warnings::about_idle_adapter(OP);
         }

@@ -2,6 +2,7 @@
 //! makes the same [`PreparedCall`](forward::PreparedCall).
 
 mod adapter;
+mod adapter_names;
 mod additive;
 mod forward;
 mod heads;

@@ -4,6 +4,7 @@ use std::fmt;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::adapter_names::ChosenAdapters;
 use super::input::{AttentionInput, KeysFrom};
 use super::memory::ProjectedMemory;
 use super::positions::CallPositions;
@@ -141,6 +142,8 @@ pub(super) struct CheckedLayerInput<'a> {
     pub mask: AttentionMask,
     /// (B, T_q, out_dim).
     pub residual: Option<Tensor>,
+    /// The rows that have an adapter by name.
+    pub adapters: ChosenAdapters,
 }
 
 impl MultiHeadAttention {
@@ -195,7 +198,8 @@ impl MultiHeadAttention {
         {
             warnings::about_dropout(OP, cache);
         }
-        Ok(CheckedLayerInput { queries, keys_from, key_value, t_kv, tokens, positions, mask, residual })
+        let adapters = self.chosen_adapters(input, b, t_q, t_kv)?;
+        Ok(CheckedLayerInput { queries, keys_from, key_value, t_kv, tokens, positions, mask, residual, adapters })
     }
 
     /// Checks that the layer has no part that calls with pages do not support.

@@ -28,8 +28,8 @@ pub use gated::PackedGatedLinear;
 use matrix::contiguous;
 use product::{choose_instruction_set, kernel_activation, pack, unpack};
 pub use projections::{
-    ByProjection, IDLE_CALLS, KeysAndValues, LoraMatrices, Outputs, PackedProjection, Projected, Projection,
-    ProjectionModule, ProjectionModules, Projections, ReplacedRows,
+    AdaptedLinear, ByProjection, IDLE_CALLS, KeysAndValues, LoraMatrices, NamedUpdates, Outputs, PackedProjection,
+    Projected, Projection, ProjectionModule, ProjectionModules, Projections, ReplacedRows, UpdatedRows, UpdatesOfCall,
 };
 
 const OP: &str = "packed_linear";

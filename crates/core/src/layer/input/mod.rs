@@ -42,6 +42,8 @@ pub struct AttentionInput<'a> {
     trees: Option<&'a [TokenTree]>,
     new_token_mask: Option<&'a Tensor>,
     pub(in crate::layer) packed: Option<&'a PackedSequences>,
+    /// The name of the adapter of each sequence.
+    pub(in crate::layer) adapters: Option<&'a [Option<&'a str>]>,
     pub(in crate::layer) residual: Option<&'a Tensor>,
     pub(in crate::layer) all_reduce: Option<&'a AllReduce<'a>>,
     pub(in crate::layer) function: Option<&'a AttentionFunction<'a>>,
@@ -77,6 +79,7 @@ impl<'a> AttentionInput<'a> {
             trees: None,
             new_token_mask: None,
             packed: None,
+            adapters: None,
             residual: None,
             all_reduce: None,
             function: None,
@@ -348,6 +351,19 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
+    /// Sets the adapter of each sequence by its name, or `None` for the layer without one: low-rank adapters that
+    /// `candle_attention::peft::Adapters` loaded onto the layer. A batch has an entry for each of its B sequences, an
+    /// input (T, E) has one; packed sequences and the sequences of a step of pages have one each.
+    ///
+    /// The projections of the layer are computed once for all sequences, and the products with the matrices of an
+    /// adapter for its own sequences. In a call without this method, no sequence has an adapter of a name. Keys and
+    /// values of a memory are projected before, so that a memory is an error.
+    #[doc(alias("lora", "adapter_names"))]
+    pub fn with_adapters(mut self, names: impl OptionalRef<'a, [Option<&'a str>]>) -> Self {
+        self.adapters = names.into_option();
+        self
+    }
+
     /// Adds a residual (B, T_q, out_dim), or (T_q, out_dim), to the output: in the pass of the output projection,
     /// before its sums are rounded.
     pub fn with_residual(mut self, residual: impl OptionalRef<'a, Tensor>) -> Self {
@@ -405,6 +421,7 @@ impl fmt::Debug for AttentionInput<'_> {
         input.field("padding", &[self.starts, self.valid_lens]);
         input.field("trees", &self.trees).field("new_token_mask", &self.new_token_mask);
         input.field("packed", &self.packed).field("pages", &self.any_pages()).field("residual", &self.residual);
+        input.field("adapters", &self.adapters);
         input.field("train", &self.train).field("backend", &self.backend).finish_non_exhaustive()
     }
 }

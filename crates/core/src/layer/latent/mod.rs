@@ -396,6 +396,9 @@ impl MultiHeadLatentAttention {
                 bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
             }
         }
+        if input.adapters.is_some_and(|names| names.iter().any(Option::is_some)) {
+            bail!("[{OP}] adapters by name were given, which latent attention does not have, expected none")
+        }
         if input.sink_window().is_some() {
             bail!(
                 "[{OP}] the cache keeps sink tokens, which latent attention does not support; expected a cache without"

@@ -12,7 +12,7 @@ use super::specs::LayerSpecs;
 use candle_attention_modules::base::{
     LINEAR_WEIGHT, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, frozen, linear_bias, number,
 };
-use candle_attention_modules::linear::{KeysAndValues, Projected};
+use candle_attention_modules::linear::{KeysAndValues, Projected, UpdatesOfCall};
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
 /// The projection of vectors to keys, with a weight (H·D, E) and a bias.
@@ -226,7 +226,8 @@ impl Disentangled {
         let mut queries = None;
         if config.shared_projections {
             let xs = embeddings.unsqueeze(0)?;
-            let Projected { q, kv, .. } = call.projections.query_key_value(&xs, Some([&xs, &xs]), call.train)?;
+            let updates = UpdatesOfCall::without_names(call.train);
+            let Projected { q, kv, .. } = call.projections.query_key_value(&xs, Some([&xs, &xs]), updates)?;
             if let Some(kv) = kv
                 && config.content_to_position
             {

@@ -36,6 +36,14 @@ pub(super) struct LoraUpdate {
     training_calls: Arc<AtomicU32>,
 }
 
+/// The update of one of several outputs.
+struct ChangedOutput {
+    /// The index of the output.
+    index: usize,
+    /// (B, T, out), in the dtype of the matrices.
+    update: Tensor,
+}
+
 /// The number of calls of training after which an update should have changed: more than the calls before the first step
 /// of an optimizer in most programs that add up gradients.
 pub const IDLE_CALLS: u32 = 64;
@@ -71,26 +79,62 @@ impl LoraUpdate {
     /// Adds the update to the outputs (B, T, out) of the projections that it changes, of which `kinds` has one for each
     /// output. `xs` is their input (B, T, in).
     pub fn add_to(&self, kinds: &[Projection], outputs: &mut [Tensor], xs: &Tensor, train: bool) -> Result<()> {
-        let mut changed = Vec::new();
+        for ChangedOutput { index, update } in self.changed_outputs(kinds, xs, train)? {
+            outputs[index] = (&outputs[index] + update.to_dtype(outputs[index].dtype())?)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the update as [`add_to`](Self::add_to) does, to some of the B · T rows alone.
+    pub fn add_to_rows(
+        &self,
+        kinds: &[Projection],
+        outputs: &mut [Tensor],
+        xs: &Tensor,
+        rows: &[u32],
+        train: bool,
+    ) -> Result<()> {
+        let (b, t, width) = xs.dims3()?;
+        if rows.len() == b * t {
+            return self.add_to(kinds, outputs, xs, train);
+        }
+        if rows.is_empty() || !kinds.iter().any(|kind| self.changes(*kind)) {
+            return Ok(());
+        }
+        let index = Tensor::new(rows, xs.device())?;
+        let own = xs.reshape((b * t, width))?.index_select(&index, 0)?.unsqueeze(0)?;
+        for ChangedOutput { index: n, update } in self.changed_outputs(kinds, &own, train)? {
+            let output = &outputs[n];
+            let rows_of_output = output.reshape((b * t, output.dim(2)?))?;
+            let update = update.squeeze(0)?.to_dtype(output.dtype())?;
+            outputs[n] = rows_of_output.index_add(&index, &update, 0)?.reshape(output.shape())?;
+        }
+        Ok(())
+    }
+
+    /// Computes the update of the outputs of the projections that it changes, for their input (B, T, in).
+    fn changed_outputs(&self, kinds: &[Projection], xs: &Tensor, train: bool) -> Result<Vec<ChangedOutput>> {
+        let mut indices = Vec::new();
         let mut matrices = Vec::new();
-        for (projection, output) in kinds.iter().zip(outputs) {
+        for (index, projection) in kinds.iter().enumerate() {
             if let Some(b) = self.b.get(projection) {
-                changed.push(output);
+                indices.push(index);
                 matrices.push(b);
             }
         }
-        if changed.is_empty() || xs.elem_count() == 0 {
-            return Ok(());
+        if matrices.is_empty() || xs.elem_count() == 0 {
+            return Ok(Vec::new());
         }
         let mut input = xs.to_dtype(self.dtype)?;
         if train && self.dropout > 0.0 {
             input = dropout(&input, self.dropout)?;
         }
-        let updates = PackedProjection::project(&matrices, &self.a.forward(&input)?)?;
-        for (output, update) in changed.into_iter().zip(updates) {
-            *output = (&*output + (update * self.scaling)?.to_dtype(output.dtype())?)?;
+        let products = PackedProjection::project(&matrices, &self.a.forward(&input)?)?;
+        let mut changed = Vec::with_capacity(indices.len());
+        for (index, product) in indices.into_iter().zip(products) {
+            changed.push(ChangedOutput { index, update: (product * self.scaling)? });
         }
-        Ok(())
+        Ok(changed)
     }
 
     /// Counts a call of training. Returns whether it is the [`IDLE_CALLS`]th, and B is a variable and still zero, as it

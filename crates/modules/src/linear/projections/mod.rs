@@ -1,10 +1,14 @@
 //! The projections of an attention layer. Each is some columns of the product with a weight, or a module of the caller.
 
+mod adapted;
 mod lora;
 mod modules;
+mod named;
 
+pub use adapted::AdaptedLinear;
 pub use lora::{IDLE_CALLS, LoraMatrices};
 pub use modules::{ByProjection, Projection, ProjectionModule, ProjectionModules};
+pub use named::{NamedUpdates, UpdatedRows, UpdatesOfCall};
 
 use Projection::{Gate, Key, Output, Query, Value};
 
@@ -186,6 +190,8 @@ pub struct Projections {
     all: ByProjection<PackedProjection>,
     /// Low-rank updates, which are added to the outputs.
     updates: Vec<LoraUpdate>,
+    /// Low-rank updates of which each sequence chooses one.
+    named: NamedUpdates,
     /// The dtype of the weights, or of the modules' outputs.
     pub dtype: DType,
     /// The device of the weights, or of the modules' outputs.
@@ -228,7 +234,13 @@ impl Projections {
     /// # Errors
     /// If a packed weight cannot be allocated.
     pub fn new(loaded: &ByProjection<WeightAndBias>, dtype: DType, device: &Device) -> Result<Self> {
-        Ok(Self { all: Self::pack(loaded)?, updates: Vec::new(), dtype, device: device.clone() })
+        Ok(Self {
+            all: Self::pack(loaded)?,
+            updates: Vec::new(),
+            named: NamedUpdates::default(),
+            dtype,
+            device: device.clone(),
+        })
     }
 
     /// Packs weights. Projections of inputs of one width share one weight.
@@ -259,7 +271,7 @@ impl Projections {
         // All at once, so that the projections of one input share a weight again.
         all.extend(Self::pack(&frozen)?);
         let updates = self.updates.iter().map(LoraUpdate::freeze).collect::<Result<_>>()?;
-        Ok(Self { all, updates, ..self.clone() })
+        Ok(Self { all, updates, named: self.named.freeze()?, ..self.clone() })
     }
 
     /// Returns projections that have other weights or biases, which `replaced` has in the dtype of the projections.
@@ -285,7 +297,7 @@ impl Projections {
             }
             all.extend(Self::pack(&loaded)?);
         }
-        Ok(Self { all, updates: Vec::new(), ..self.clone() })
+        Ok(Self { all, updates: Vec::new(), named: NamedUpdates::default(), ..self.clone() })
     }
 
     /// Creates projections of modules. `width` returns the number of outputs of a projection, 0 if the config does not
@@ -299,7 +311,13 @@ impl Projections {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let mut own = Self { all: ByProjection::new(), updates: Vec::new(), dtype, device: device.clone() };
+        let mut own = Self {
+            all: ByProjection::new(),
+            updates: Vec::new(),
+            named: NamedUpdates::default(),
+            dtype,
+            device: device.clone(),
+        };
         for projection in Projection::ALL {
             let noun = projection.noun();
             match (modules.0.get(&projection).cloned(), width(projection)) {
@@ -336,7 +354,13 @@ impl Projections {
 
     /// Creates projections of packed weights, for inputs in f32.
     pub fn of_columns(columns: Vec<(Projection, PackedProjection)>, device: &Device) -> Self {
-        Self { all: columns.into_iter().collect(), updates: Vec::new(), dtype: DType::F32, device: device.clone() }
+        Self {
+            all: columns.into_iter().collect(),
+            updates: Vec::new(),
+            named: NamedUpdates::default(),
+            dtype: DType::F32,
+            device: device.clone(),
+        }
     }
 
     /// Replaces a projection by the module that `change` makes of it. The module has `width` outputs.
@@ -377,11 +401,22 @@ impl Projections {
         [Query, Key].iter().any(|projection| has_module(projection) || has_update(projection))
     }
 
+    /// Returns the low-rank updates of which each sequence chooses one.
+    pub fn named_updates(&self) -> &NamedUpdates {
+        &self.named
+    }
+
+    /// Replaces the low-rank updates of which each sequence chooses one.
+    pub fn with_named_updates(mut self, named: NamedUpdates) -> Self {
+        self.named = named;
+        self
+    }
+
     /// Computes some projections. Projections of one input that share a weight are views of one product. Low-rank
     /// updates drop entries of the input if it is a call of training.
     fn project(&self, inputs: &[ProjectionInput], train: bool) -> Result<ByProjection<Tensor>> {
         let mut projected = ByProjection::new();
-        for run in inputs.chunk_by(|own, next| own.xs.id() == next.xs.id()) {
+        for run in inputs.chunk_by(|own, next| own.xs.id() == next.xs.id() && own.chosen == next.chosen) {
             let mut kinds = Vec::new();
             let mut weights = Vec::new();
             for input in run {
@@ -394,18 +429,28 @@ impl Projections {
             for update in &self.updates {
                 update.add_to(&kinds, &mut outputs, run[0].xs, train)?;
             }
+            self.named.add_to(&kinds, &mut outputs, run[0].xs, run[0].chosen, train)?;
             projected.extend(kinds.into_iter().zip(outputs));
         }
         Ok(projected)
     }
 
     /// Projects queries and their gate, and keys and values if the call has inputs for them. `key_value` are the inputs
-    /// of keys and of values. Low-rank updates drop entries of the inputs if it is a call of training.
-    pub fn query_key_value(&self, queries: &Tensor, key_value: Option<[&Tensor; 2]>, train: bool) -> Result<Projected> {
-        let mut inputs = vec![ProjectionInput::new(Query, queries), ProjectionInput::new(Gate, queries)];
+    /// of keys and of values.
+    pub fn query_key_value(
+        &self,
+        queries: &Tensor,
+        key_value: Option<[&Tensor; 2]>,
+        updates: UpdatesOfCall,
+    ) -> Result<Projected> {
+        let UpdatesOfCall { train, queries: chosen, keys: chosen_by_keys } = updates;
+        let mut inputs = Vec::new();
+        for projection in [Query, Gate] {
+            inputs.push(ProjectionInput { projection, xs: queries, chosen });
+        }
         if let Some([keys, values]) = key_value {
-            inputs.push(ProjectionInput::new(Key, keys));
-            inputs.push(ProjectionInput::new(Value, values));
+            inputs.push(ProjectionInput { projection: Key, xs: keys, chosen: chosen_by_keys });
+            inputs.push(ProjectionInput { projection: Value, xs: values, chosen: chosen_by_keys });
         }
         let mut projected = self.project(&inputs, train)?;
         let Some(q) = projected.remove(&Query) else { bail!("[{OP}] expected a query projection") };
@@ -415,19 +460,30 @@ impl Projections {
 
     /// Projects keys and values alone, as outside of training; `None` if the layer has no such projections.
     pub fn key_value(&self, keys: &Tensor, values: &Tensor) -> Result<Option<KeysAndValues>> {
-        let inputs = [ProjectionInput::new(Key, keys), ProjectionInput::new(Value, values)];
+        let inputs = [
+            ProjectionInput { projection: Key, xs: keys, chosen: &[] },
+            ProjectionInput { projection: Value, xs: values, chosen: &[] },
+        ];
         Ok(keys_and_values(self.project(&inputs, false)?))
     }
 
     /// Applies the output projection to merged heads (B, T_q, H·D_v), if the layer has one, and adds a residual (B,
-    /// T_q, out_dim), if there is one. Low-rank updates drop entries of the input if it is a call of training.
-    pub fn output(&self, merged: Tensor, residual: Option<&Tensor>, train: bool) -> Result<Tensor> {
+    /// T_q, out_dim), if there is one. `chosen` are the rows that have the low-rank update of a name. Updates drop
+    /// entries of the input if it is a call of training.
+    pub fn output(
+        &self,
+        merged: Tensor,
+        residual: Option<&Tensor>,
+        chosen: &[UpdatedRows],
+        train: bool,
+    ) -> Result<Tensor> {
         match (self.all.get(&Output), residual) {
             (Some(output), _) => {
                 let mut outputs = [output.weight.product(&merged, output.columns.clone(), residual)?];
                 for update in &self.updates {
                     update.add_to(&[Output], &mut outputs, &merged, train)?;
                 }
+                self.named.add_to(&[Output], &mut outputs, &merged, chosen, train)?;
                 let [projected] = outputs;
                 Ok(projected)
             }
@@ -451,12 +507,8 @@ impl Projections {
 struct ProjectionInput<'a> {
     projection: Projection,
     xs: &'a Tensor,
-}
-
-impl<'a> ProjectionInput<'a> {
-    fn new(projection: Projection, xs: &'a Tensor) -> Self {
-        Self { projection, xs }
-    }
+    /// The rows that have the low-rank update of a name.
+    chosen: &'a [UpdatedRows],
 }
 
 /// Returns projected keys and values. Without a value projection the projected keys are the values too.
