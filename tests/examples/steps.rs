@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::VarBuilder;
 
-use crate::common::{Decoded, assert_near, error_text};
+use crate::common::{Decoded, assert_near, bits, error_text};
 use crate::decoder::CausalLm;
 use crate::decoder::attention::{Cache, Input};
 use crate::process::Checkpoint;
@@ -78,5 +78,50 @@ fn linear_attention_layer_rejects_input_and_cache_of_softmax() -> Result<()> {
     let ids = Tensor::zeros((1, 2), DType::U32, &Device::Cpu)?;
     let error = error_text(model.forward(&ids, None, &mut caches));
     assert!(error.contains("a layer of linear attention got the cache of softmax attention"), "{error}");
+    Ok(())
+}
+
+/// Returns the logits of a text that is sequence `place` of a batch of `b`, in calls of these numbers of tokens.
+fn logits_in_batch(model: &CausalLm, text: &[u32], place: usize, b: usize, calls: &[usize]) -> Result<Vec<Tensor>> {
+    let mut caches = model.caches(|config| config)?;
+    let mut all = Vec::new();
+    let mut first = 0;
+    for len in calls {
+        let mut rows = Vec::new();
+        for sequence in 0..b {
+            let own = text[first..first + len].iter();
+            // The other sequences have the tokens of the text in another order.
+            let turned = (first..first + len).map(|t| text[(t * (2 * sequence + 3) + sequence) % text.len()]);
+            rows.push(if sequence == place { own.copied().collect() } else { turned.collect::<Vec<_>>() });
+        }
+        let hidden = model.forward(&Tensor::new(rows, &Device::Cpu)?, None, &mut caches)?;
+        all.push(model.logits(&hidden)?.i(place)?);
+        first += len;
+    }
+    Ok(all)
+}
+
+/// Compares a text alone with the text in batches of 2, 9 and 33 sequences.
+#[test]
+fn decoders_logits_of_a_sequence_have_the_same_bits_in_every_batch() -> Result<()> {
+    let mut different = Vec::new();
+    for checkpoint in Checkpoint::all("causal_lm") {
+        let text = &Decoded::of(&checkpoint.path)?.ids[0];
+        let calls = [text.len() - 4, 1, 2, 1];
+        for dtype in [DType::F32, DType::BF16] {
+            let vb = VarBuilder::from_tensors(checkpoint.tensors("model.safetensors"), dtype, &Device::Cpu);
+            let model = CausalLm::load(&checkpoint.config(), vb, |_, _| {})?;
+            let alone = logits_in_batch(&model, text, 0, 1, &calls)?;
+            for (b, place) in [(2, 1), (9, 4), (33, 0)] {
+                let in_batch = logits_in_batch(&model, text, place, b, &calls)?;
+                for (call, (own, expected)) in in_batch.iter().zip(&alone).enumerate() {
+                    if bits(own) != bits(expected) {
+                        different.push(format!("{checkpoint} in {dtype:?}, {b} sequences, call {call}"));
+                    }
+                }
+            }
+        }
+    }
+    assert!(different.is_empty(), "{different:#?}");
     Ok(())
 }
