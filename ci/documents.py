@@ -336,7 +336,7 @@ def check_counts(checker: Checker):
 
 
 def check_lists(checker: Checker):
-    """Checks that lists of CONTRIBUTING.md are whole: packages, benches and fuzz targets."""
+    """Checks that lists are whole: packages, benches, fuzz targets, examples, and the features of Cargo."""
     text = read("CONTRIBUTING.md")
     for package in sorted((ROOT / "crates").iterdir()):
         checker.expect(f"| `crates/{package.name}` |" in text, "CONTRIBUTING.md", f"the table has no row of crates/{package.name}")
@@ -346,6 +346,14 @@ def check_lists(checker: Checker):
             checker.expect(f"`{bench['name']}`" in benches, "CONTRIBUTING.md", f"the list of benches has no {bench['name']}")
     for target in sorted((ROOT / "fuzz/seeds").iterdir()):
         checker.expect(f"`{target.name}`" in text, "CONTRIBUTING.md", f"the list of fuzz targets has no {target.name}")
+    text = read("docs/features.md")
+    package = checker.repository.packages["candle-attention"]
+    examples = [target["name"] for target in package["targets"] if target["kind"] == ["example"]]
+    parts = {"Examples": examples, "Features of Cargo": [name for name in package["features"] if name != "default"]}
+    for heading, names in parts.items():
+        table = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+        for name in names:
+            checker.expect(re.search(rf"^\|[^|]*`{name}[ `]", table, re.MULTILINE), "docs/features.md", f"the part {heading} has no row of {name}")
 
 
 def check_speed(checker: Checker):
