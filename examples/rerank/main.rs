@@ -13,6 +13,7 @@ mod common;
 #[path = "../common/embedding/mod.rs"]
 mod embedding;
 mod head;
+mod late;
 #[path = "../sentence_embedding/model.rs"]
 mod model;
 mod pairs;
@@ -31,12 +32,14 @@ use candle_attention::text::Encoding;
 use candle_core::{Device, Result, Tensor, bail};
 use clap::Parser;
 use rayon::prelude::*;
+use serde_json::Value;
 
 use common::{EXAMPLE, Files, ModelArgs, cannot, make_folders, quantization, with_bar};
 use embedding::modules::{self, MODULES};
 use embedding::prompts::PROMPTS;
 use embedding::transformer::SETTINGS;
 use head::Head;
+use late::{Late, LateSettings};
 use model::Encoder;
 use pairs::Pairs;
 use settings::Settings;
@@ -73,6 +76,11 @@ struct Args {
     #[arg(long, value_name = "TEXT", conflicts_with = "prompt_name")]
     prompt: Option<String>,
 
+    /// Reads question and passages apart, for checkpoints with a vector for each token (ColBERT): a score is the sum
+    /// over the question's tokens of the largest dot product with a token of the passage
+    #[arg(long)]
+    late: bool,
+
     /// Quantises the weights of linear layers as they are read
     #[arg(long, value_name = "FORMAT", value_parser = quantization())]
     quantize: Option<QuantizationFormat>,
@@ -93,7 +101,56 @@ fn run(args: &Args) -> Result<String> {
     }
     make_folders(&[args.out.as_ref(), args.model.page.as_ref()])?;
     let folder = folder(args)?;
-    let settings = Settings::read(&folder)?;
+    let ranking = if args.late { by_tokens(args, &folder, &passages)? } else { by_pairs(args, &folder, &passages)? };
+    if let Some(path) = &args.out {
+        write_scores(&ranking.scores, path)?;
+    }
+    let mut text = format!("{}passages  {}{}\n\n", ranking.about, passages.len(), ranking.cut);
+    text += if args.late { "   score\n" } else { "   score  probability\n" };
+    for i in ranking.order().into_iter().take(args.top.map_or(usize::MAX, NonZeroUsize::get)) {
+        let score = ranking.scores[i];
+        let passage = shown(&passages[i]);
+        let probability = 1.0 / (1.0 + (-score).exp());
+        let second = if args.late { String::new() } else { format!("  {probability:>11.4}") };
+        text += &format!("{score:>8.4}{second}  {passage}\n");
+    }
+    Ok(text)
+}
+
+/// The scores of passages, and the parts of the report that come before them.
+struct Ranking {
+    scores: Vec<f32>,
+    /// Lines about the model.
+    about: String,
+    /// The number of passages that were cut.
+    cut: String,
+}
+
+impl Ranking {
+    /// Makes a ranking; `lines` are about the head, the template and the prompt.
+    fn new(scores: Vec<f32>, model: &Encoder, config: &Value, lines: &[(&str, Option<String>)], cut: String) -> Self {
+        let model_type = config["model_type"].as_str().unwrap_or_default();
+        let mut about =
+            format!("model     {model_type}, {} layers of width {}\n", model.blocks.len(), model.blocks.width);
+        for (name, line) in lines {
+            if let Some(line) = line {
+                about += &format!("{name:<8}  {line}\n");
+            }
+        }
+        Self { scores, about, cut }
+    }
+
+    /// Returns the passages from the best to the worst.
+    fn order(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.scores.len()).collect();
+        order.sort_by(|&a, &b| self.scores[b].total_cmp(&self.scores[a]));
+        order
+    }
+}
+
+/// Scores passages with a cross-encoder.
+fn by_pairs(args: &Args, folder: &Path, passages: &[String]) -> Result<Ranking> {
+    let settings = Settings::read(folder)?;
     let given = args.prompt.as_ref().map(|prompt| Ok(Some(prompt.clone())));
     // As in sentence-transformers, the empty prompt is none.
     let prompt = given.unwrap_or_else(|| settings.prompt(args.prompt_name.as_deref()))?.filter(|it| !it.is_empty());
@@ -106,41 +163,65 @@ fn run(args: &Args) -> Result<String> {
     let head = Head::load(kind, &model, &config, vb, token)?;
     let start = Instant::now();
     let encodings = passages.par_iter().map(|passage| pairs.encode(passage)).collect::<Result<Vec<_>>>()?;
-    let batch = args.passages.batch.get();
-    let scores = with_bar("reading", "passages", |done| scores(&model, &head, &encodings, batch, done))?;
-    let lens: Vec<_> = encodings.iter().map(|pair| pair.ids.len()).collect();
-    eprintln!("{}", rate(&lens, start.elapsed()));
-    if let Some(path) = &args.out {
-        write_scores(&scores, path)?;
+    let scores = in_batches(args, &encodings, |batch| {
+        let ids: Vec<_> = batch.iter().map(|pair| pair.ids.as_slice()).collect();
+        let segments: Vec<_> = batch.iter().flat_map(|pair| pair.type_ids.clone()).collect();
+        let lens: Vec<_> = ids.iter().map(|ids| ids.len()).collect();
+        let hidden = model.through_blocks(&ids, &segments, |attention, input| attention.forward(input))?;
+        head.forward(&hidden, &lens)?.to_vec1()
+    })?;
+    report_rate(&encodings, start);
+    let lines = [
+        ("head", Some(head.shown.clone())),
+        ("template", pairs.shown().map(str::to_string)),
+        ("prompt", prompt.as_ref().map(|prompt| format!("{prompt:?}"))),
+    ];
+    let ranking = Ranking::new(scores, &model, &config, &lines, cut(&encodings, pairs.most));
+    if let Some(path) = &args.model.page {
+        write_page(&model, pairs.tokenizer(), &args.question, &encodings[ranking.order()[0]], path)?;
     }
+    Ok(ranking)
+}
 
-    let mut order: Vec<usize> = (0..passages.len()).collect();
-    order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
-    if let (Some(path), Some(&best)) = (&args.model.page, order.first()) {
-        write_page(&model, pairs.tokenizer(), &args.question, &encodings[best], path)?;
+/// Scores passages with a model that has a vector for each token.
+fn by_tokens(args: &Args, folder: &Path, passages: &[String]) -> Result<Ranking> {
+    let settings = LateSettings::read(folder, &args.model.device.open(0)?)?;
+    let given = args.prompt.as_ref().map(|prompt| Ok(Some(prompt.clone())));
+    let prompt = given.unwrap_or_else(|| settings.question_prompt(args.prompt_name.as_deref()))?;
+    let prompt = prompt.filter(|it| !it.is_empty());
+    let own = folder.join(&settings.model);
+    let Files { config, vb, .. } = args.model.open_folder(&own, args.quantize)?;
+    let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb, loaded))?;
+    let late = Late::read(&own, &settings, &model)?;
+    let start = Instant::now();
+    let question = late.question(&args.question, prompt.as_deref())?;
+    let encodings = late.encode(passages)?;
+    let scores = in_batches(args, &encodings, |batch| {
+        let ids: Vec<_> = batch.iter().map(|passage| passage.ids.as_slice()).collect();
+        late.scores(&question, &ids)
+    })?;
+    report_rate(&encodings, start);
+    let lines = [
+        ("head", Some(format!("MaxSim of {} vectors of width {}", question.dim(0)?, question.dim(1)?))),
+        ("prompt", prompt.as_ref().map(|prompt| format!("{prompt:?}"))),
+    ];
+    let ranking = Ranking::new(scores, &model, &config, &lines, cut(&encodings, late.most));
+    if let Some(path) = &args.model.page {
+        let best = ranking.order()[0];
+        write_page(&model, &late.passages, &passages[best], &encodings[best], path)?;
     }
-    let num_cut = encodings.iter().filter(|pair| pair.num_truncated > 0).count();
-    let cut = pairs.most.map_or(String::new(), |most| format!(", {num_cut} cut at {most} tokens"));
-    let model_type = config["model_type"].as_str().unwrap_or_default();
-    let mut text = format!(
-        "model     {model_type}, {} layers of width {}\nhead      {}\n",
-        model.blocks.len(),
-        model.blocks.width,
-        head.shown
-    );
-    if let Some(template) = pairs.shown() {
-        text += &format!("template  {template}\n");
-    }
-    if let Some(prompt) = &prompt {
-        text += &format!("prompt    {prompt:?}\n");
-    }
-    text += &format!("passages  {}{cut}\n\n   score  probability\n", passages.len());
-    for i in order.into_iter().take(args.top.map_or(usize::MAX, NonZeroUsize::get)) {
-        let score = scores[i];
-        let passage = shown(&passages[i]);
-        text += &format!("{score:>8.4}  {:>11.4}  {passage}\n", 1.0 / (1.0 + (-score).exp()));
-    }
-    Ok(text)
+    Ok(ranking)
+}
+
+fn report_rate(texts: &[Encoding], start: Instant) {
+    let lens: Vec<_> = texts.iter().map(|text| text.ids.len()).collect();
+    eprintln!("{}", rate(&lens, start.elapsed()));
+}
+
+/// Returns the part of the report about texts that were cut at `most` tokens.
+fn cut(texts: &[Encoding], most: Option<usize>) -> String {
+    let num_cut = texts.iter().filter(|text| text.num_truncated > 0).count();
+    most.map_or(String::new(), |most| format!(", {num_cut} cut at {most} tokens"))
 }
 
 /// Returns the folder of the checkpoint, after the files of all modules are fetched if it is on the hub.
@@ -154,30 +235,27 @@ fn folder(args: &Args) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Computes the scores of pairs, in their order; `done` is called with the number of pairs done and in all.
-fn scores(
-    model: &Encoder,
-    head: &Head,
-    pairs: &[Encoding],
-    batch: usize,
-    done: &mut dyn FnMut(usize, usize),
+/// Computes the scores of texts, in their order, in batches of texts of about one length.
+fn in_batches(
+    args: &Args,
+    texts: &[Encoding],
+    mut score: impl FnMut(&[&Encoding]) -> Result<Vec<f32>>,
 ) -> Result<Vec<f32>> {
-    // A batch has texts of about one length, so that no thread waits for a long one.
-    let mut order: Vec<usize> = (0..pairs.len()).collect();
-    order.sort_by_key(|&pair| pairs[pair].ids.len());
-    let mut scores = vec![0.0; pairs.len()];
+    let mut order: Vec<usize> = (0..texts.len()).collect();
+    order.sort_by_key(|&text| texts[text].ids.len());
+    let mut scores = vec![0.0; texts.len()];
     let mut num_done = 0;
-    for chosen in order.chunks(batch) {
-        let ids: Vec<_> = chosen.iter().map(|&pair| pairs[pair].ids.as_slice()).collect();
-        let segments: Vec<_> = chosen.iter().flat_map(|&pair| pairs[pair].type_ids.clone()).collect();
-        let lens: Vec<_> = ids.iter().map(|ids| ids.len()).collect();
-        let hidden = model.through_blocks(&ids, &segments, |attention, input| attention.forward(input))?;
-        for (&pair, score) in chosen.iter().zip(head.forward(&hidden, &lens)?.to_vec1::<f32>()?) {
-            scores[pair] = score;
+    with_bar("reading", "passages", |done| {
+        for chosen in order.chunks(args.passages.batch.get()) {
+            let batch: Vec<_> = chosen.iter().map(|&text| &texts[text]).collect();
+            for (&text, own) in chosen.iter().zip(score(&batch)?) {
+                scores[text] = own;
+            }
+            num_done += chosen.len();
+            done(num_done, texts.len());
         }
-        num_done += chosen.len();
-        done(num_done, pairs.len());
-    }
+        Ok(())
+    })?;
     Ok(scores)
 }
 

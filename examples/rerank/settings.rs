@@ -15,6 +15,9 @@ use crate::embedding::transformer::TransformerSettings;
 /// The names of the activations that are known. Scores are the numbers before it; the report also has their sigmoid.
 const ACTIVATIONS: [&str; 2] = ["Sigmoid", "Identity"];
 
+/// The model type of models with a vector for each token.
+pub const LATE: &str = "MultiVectorEncoder";
+
 /// The kind of a head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScoreKind {
@@ -40,8 +43,10 @@ impl Settings {
     /// Reads the settings in a checkpoint's folder.
     pub fn read(folder: &Path) -> Result<Self> {
         let prompts = Fields::read(folder, PROMPTS)?;
-        if !matches!(prompts.text("model_type")?, None | Some("CrossEncoder")) {
-            return prompts.fail("model_type", "\"CrossEncoder\"");
+        match prompts.text("model_type")? {
+            None | Some("CrossEncoder") => {}
+            Some(LATE) => return prompts.fail("model_type", "\"CrossEncoder\" without --late"),
+            Some(_) => return prompts.fail("model_type", "\"CrossEncoder\""),
         }
         prompts.only(&["__version__", "model_type", "prompts", "default_prompt_name", "activation_fn"])?;
         if prompts.text("activation_fn")?.is_some_and(|class| !is_known_activation(class)) {
@@ -64,6 +69,7 @@ impl Settings {
         let transformer = TransformerSettings::read(&folder.join(&model))?;
         let task = if kind == ScoreKind::Classifier { "sequence-classification" } else { "text-generation" };
         transformer.require(task, "logits")?;
+        transformer.refuse_expansion()?;
         Ok(Self { model, transformer, has_modules: true, kind: Some(kind), prompts })
     }
 

@@ -255,6 +255,14 @@ impl Encoder {
         self.through_blocks(texts, &[], |attention, input| attention.forward(input))
     }
 
+    /// Computes the hidden states (T, E) of a text whose tokens attend to its first `attended` ones.
+    pub fn forward_attended(&self, text: &[u32], attended: usize) -> Result<Tensor> {
+        let xs = self.embed(&[text], &[])?.unsqueeze(0)?;
+        let mask = AttentionMask::none().with_valid_lens(vec![attended]);
+        let ys = self.blocks.forward(xs, |_, attention, input| attention.forward(input.with_mask(&mask)))?;
+        optional(&self.last_norm, &ys.squeeze(0)?)
+    }
+
     /// Computes hidden states as [`forward`](Self::forward), of tokens in these `segments` (total,), or all in the
     /// first if empty. `attend` computes the output of a layer, given its input.
     pub fn through_blocks(

@@ -1,5 +1,5 @@
 //! Checkpoints of sentence-transformers against its vectors and scores. `tests/sentence_embedding/pipelines.py` and
-//! `tests/rerank/cross_encoders.py` write them.
+//! `cross_encoders.py` and `late.py` in `tests/rerank` write them.
 
 use candle_core::{DType, Device, IndexOp, Result, Tensor, safetensors};
 use rayon::prelude::*;
@@ -84,8 +84,10 @@ fn embeddings_of_bf16_and_int8_weights_are_near_sentence_transformers() -> Resul
 #[test]
 fn rerank_scores_match_sentence_transformers() -> Result<()> {
     let device = std::env::var("TEST_DEVICE").unwrap_or("cpu".into());
-    let folders = listed(recorded("rerank").join("cross_encoders"));
+    let mut folders = listed(recorded("rerank").join("cross_encoders"));
     assert_eq!(folders.len(), 11);
+    folders.extend(listed(recorded("rerank").join("late")));
+    assert_eq!(folders.len(), 13);
     folders.par_iter().try_for_each(|folder| {
         let golden = safetensors::load(folder.join("golden.safetensors"), &Device::Cpu)?;
         for (number, run) in read_json::<Value>(folder.join("golden.json")).as_array().expect("runs").iter().enumerate()

@@ -74,8 +74,10 @@ def tokenizer(pair=True, longest=16, **options):
 class Recorder:
     """A folder with its runs."""
 
+    FOLDER = HERE / "cross_encoders"
+
     def __init__(self, name, model=None):
-        self.path = HERE / "cross_encoders" / name
+        self.path = self.FOLDER / name
         shutil.rmtree(self.path, ignore_errors=True)
         if model is not None:
             model.eval().save(str(self.path), create_model_card=False)

@@ -105,9 +105,7 @@ impl Pipeline {
                     }
                     Tensor::stack(&vectors, 0)?
                 }
-                Step::Dense(dense) => dense.forward(&xs.to_dtype(DType::F32)?)?,
-                Step::LayerNorm(norm) => norm.forward(&xs.to_dtype(DType::F32)?)?,
-                Step::Normalize => normalized(&xs.to_dtype(DType::F32)?)?,
+                other => other.forward(&xs.to_dtype(DType::F32)?)?,
             };
         }
         Ok(xs)
@@ -130,7 +128,53 @@ fn read_settings(folder: &Path) -> Result<TransformerSettings> {
     let settings = TransformerSettings::read(folder)?;
     settings.require("feature-extraction", "last_hidden_state")?;
     settings.refuse_template()?;
+    settings.refuse_expansion()?;
     Ok(settings)
+}
+
+/// The modules after a model with a vector for each token.
+pub struct TokenSteps(Vec<Step>);
+
+impl TokenSteps {
+    /// Reads modules of a checkpoint.
+    ///
+    /// # Errors
+    /// If one of them computes on vectors of texts.
+    pub fn read(folder: &Path, modules: &[Module], device: &Device) -> Result<Self> {
+        let mut steps = Vec::new();
+        for module in modules {
+            match read_step(folder, module, device)? {
+                (Some(step @ (Step::Dense(_) | Step::Normalize)), Level::Tokens) => steps.push(step),
+                _ => bail!(
+                    "[{EXAMPLE}] {MODULES} has {} in a model with a vector for each token, expected Dense, Normalize and \
+                     MultiVectorMask on \"token_embeddings\"",
+                    module.kind
+                ),
+            }
+        }
+        Ok(Self(steps))
+    }
+
+    /// Computes the vectors of tokens in f32 from their hidden states, both (total, E).
+    pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
+        let mut xs = hidden.to_dtype(DType::F32)?;
+        for step in &self.0 {
+            xs = step.forward(&xs)?;
+        }
+        Ok(xs)
+    }
+}
+
+impl Step {
+    /// Computes vectors of vectors (N, E) in f32. Pooling is not among these steps.
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Dense(dense) => dense.forward(xs),
+            Self::LayerNorm(norm) => norm.forward(xs),
+            Self::Normalize => normalized(xs),
+            Self::Pooling(_) => bail!("[{EXAMPLE}] vectors are pooled twice"),
+        }
+    }
 }
 
 /// Reads a module; `None` for one that does nothing in inference.

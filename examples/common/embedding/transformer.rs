@@ -57,6 +57,18 @@ pub struct TemplateSettings {
     pub restores_suffix: bool,
 }
 
+/// Tokens after a question, up to a number of tokens in all.
+#[derive(Debug, Clone)]
+pub struct Expansion {
+    pub length: usize,
+    /// Whether a longer question is cut at `length`.
+    pub cuts: bool,
+    /// Whether tokens attend to the expansion.
+    pub attends: bool,
+    /// The token; by default the one of the tokenizer that masks words, or else its end of a text.
+    pub token: Option<String>,
+}
+
 /// The settings of a model of texts.
 #[derive(Debug, Clone)]
 pub struct TransformerSettings {
@@ -68,6 +80,8 @@ pub struct TransformerSettings {
     output: Option<String>,
     /// How a chat template makes texts, if the settings say that one does.
     pub template: Option<TemplateSettings>,
+    /// The tokens after a question, for models with a vector for each token.
+    pub expansion: Option<Expansion>,
     /// The most tokens of a text.
     pub max_tokens: Option<usize>,
     pub lowercase: bool,
@@ -99,9 +113,6 @@ impl TransformerSettings {
             refuse_others(name, section, fields.get(section), &HARMLESS)?;
         }
         refuse_others(name, "processing_kwargs", fields.get("processing_kwargs"), &[TEMPLATE])?;
-        if !fields.get("query_expansion").is_null() {
-            return fields.fail("query_expansion", "none, since it is for models with a vector for each token");
-        }
         let modalities = fields.get("modality_config");
         refuse_others(name, "modality_config", modalities, &["text", "message"])?;
         let kind = if modalities["message"].is_null() { "text" } else { "message" };
@@ -109,6 +120,7 @@ impl TransformerSettings {
             file: name,
             task: fields.text("transformer_task")?.map(str::to_string),
             output: modalities[kind]["method_output_name"].as_str().map(str::to_string),
+            expansion: expansion(&fields)?,
             template: template(name, &modalities["message"], &fields.get("processing_kwargs")[TEMPLATE])?,
             max_tokens: fields.count("max_seq_length", "tokens")?,
             lowercase: fields.flag("do_lower_case", false)?,
@@ -126,6 +138,17 @@ impl TransformerSettings {
             bail!("[{EXAMPLE}] method_output_name of {} is {other:?}, expected {output:?}", self.file)
         }
         Ok(())
+    }
+
+    /// Checks that questions have no tokens after them.
+    pub fn refuse_expansion(&self) -> Result<()> {
+        match self.expansion {
+            None => Ok(()),
+            Some(_) => bail!(
+                "[{EXAMPLE}] query_expansion of {} is for models with a vector for each token, expected none",
+                self.file
+            ),
+        }
     }
 
     /// Checks that texts are not made by a chat template.
@@ -155,6 +178,23 @@ impl TransformerSettings {
     pub fn letters(&self, text: &str) -> String {
         if self.lowercase { text.chars().flat_map(char::to_lowercase).collect() } else { text.to_string() }
     }
+}
+
+/// Reads the tokens after a question.
+fn expansion(fields: &Fields) -> Result<Option<Expansion>> {
+    let own = match fields.get("query_expansion") {
+        Value::Null => return Ok(None),
+        own => Fields::of(&format!("query_expansion of {}", fields.file()), own.clone())?,
+    };
+    own.only(&["strategy", "length", "attend", "token"])?;
+    let cuts = match own.text("strategy")? {
+        Some("fixed") => true,
+        Some("min") => false,
+        _ => return own.fail("strategy", "\"fixed\" or \"min\""),
+    };
+    let Some(length) = own.count("length", "tokens")? else { return own.fail("length", "a number of tokens") };
+    let token = own.text("token")?.map(str::to_string);
+    Ok(Some(Expansion { length, cuts, attends: own.flag("attend", false)?, token }))
 }
 
 /// Reads how a chat template is called: `message` is null if there is none, `arguments` if there are none.
