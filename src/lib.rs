@@ -57,17 +57,17 @@
 pub use candle_attention_core::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
     AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, AttentionStatistics, AttentionTemperature,
-    Backend, ContentPositions, DisentangledConfig, FullyMaskedRows, KeyRanges, KvPool, KvPoolConfig, KvSharing,
-    LayerOutput, LocalWindow, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
-    MultiHeadLatentAttentionConfig, OutputLayout, PackedSequences, PageCopy, PageTable, PagedSequences, PagedStep,
-    PagedTokens, Plan, ProjectedMemory, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, RopeAxes, RopeAxisLayout,
-    RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions, SequenceId, SharedPrefix, StatisticsOptions,
-    StepTokens, TokenTree, ValidLens, WeightLayout, Windows, alibi_slopes, cpu, masked_softmax, merge_attention, plan,
-    plan_paged, scaled_dot_product_attention, scaled_dot_product_attention_paged,
-    scaled_dot_product_attention_paged_with_lse, scaled_dot_product_attention_varlen,
-    scaled_dot_product_attention_varlen_with_lse, scaled_dot_product_attention_varlen_with_statistics,
-    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_statistics,
-    scaled_dot_product_attention_with_weights,
+    Backend, ContentPositions, DisentangledConfig, FullyMaskedRows, IndexerConfig, KeyLists, KeyRanges, KvPool,
+    KvPoolConfig, KvSharing, LayerOutput, LocalWindow, MultiHeadAttention, MultiHeadAttentionConfig,
+    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OutputLayout, PackedSequences, PageCopy, PageTable,
+    PagedSequences, PagedStep, PagedTokens, Plan, ProjectedMemory, RelativeBias, RelativeBiasConfig,
+    RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions,
+    SequenceId, SharedPrefix, StatisticsOptions, StepTokens, TokenTree, ValidLens, WeightLayout, Windows, alibi_slopes,
+    cpu, masked_softmax, merge_attention, plan, plan_paged, scaled_dot_product_attention,
+    scaled_dot_product_attention_paged, scaled_dot_product_attention_paged_with_lse,
+    scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
+    scaled_dot_product_attention_varlen_with_statistics, scaled_dot_product_attention_with_lse,
+    scaled_dot_product_attention_with_statistics, scaled_dot_product_attention_with_weights,
 };
 #[cfg(feature = "linear-attention")]
 pub use candle_attention_delta::{

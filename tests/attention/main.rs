@@ -70,6 +70,7 @@ mod delta;
 mod dropout;
 mod gradients;
 mod isolation;
+mod key_lists;
 mod layer;
 mod layer_gradients;
 mod layer_packed;

@@ -34,6 +34,8 @@ CONFIGS = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 0.7}, "n_heads": 6},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    # Many heads, since the scores of few heads are often 0 for several keys.
+    "deepseek_v32": {"index_topk": 4, "index_n_heads": 16, "mlp_layer_types": ["dense", "dense"]},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "embedding_gemma2_text": {"global_head_dim": 20},
     "diffusion_gemma_text": {
@@ -67,6 +69,7 @@ CONFIGS = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 48},
     "esmc": {"num_key_value_heads": 6, "head_dim": 8},
     "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 12, "mamba_d_head": 8, "key_multiplier": 0.4},
+    "glm_moe_dsa": {"index_topk": 4, "index_n_heads": 16, "mlp_layer_types": ["dense", "dense"]},
     "glm5_next_text": {"qk_rope_head_dim": 0, "index_topk": 4, "index_kpool": 2, "mlp_layer_types": ["dense", "dense"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "gptj": {"rotary_dim": 4},

@@ -44,10 +44,10 @@ pub mod internal {
 pub use cache::{AttentionCache, AttentionCacheConfig};
 pub use config::{KvSharing, LocalWindow, MultiHeadAttentionConfig};
 pub use layer::{
-    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, LayerOutput, MultiHeadAttention,
-    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory,
+    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, IndexerConfig, LayerOutput,
+    MultiHeadAttention, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory,
 };
-pub use mask::{AttentionMask, FullyMaskedRows, KeyRanges, TokenTree, ValidLens, Windows};
+pub use mask::{AttentionMask, FullyMaskedRows, KeyLists, KeyRanges, TokenTree, ValidLens, Windows};
 pub use pages::{
     KvPool, KvPoolConfig, PageCopy, PageTable, PagedStep, PagedTokens, SequenceId, SharedPrefix, StepTokens,
 };

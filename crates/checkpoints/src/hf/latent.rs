@@ -4,7 +4,7 @@ use candle_core::Result;
 
 use super::fields::Fields;
 use super::rope::Rope;
-use candle_attention_core::{MultiHeadLatentAttentionConfig, RopeScaling};
+use candle_attention_core::{IndexerConfig, MultiHeadLatentAttentionConfig, RopeScaling, RopeStyle};
 
 /// The defaults of the sizes of latent attention in a family.
 #[derive(Clone, Copy)]
@@ -17,6 +17,42 @@ pub(super) struct Latent {
     pub value_head_dim: Option<usize>,
     /// Whether queries and the shared keys have rotary positions.
     pub rotates: bool,
+    /// The indexer that chooses keys.
+    pub indexer: Option<Indexer>,
+}
+
+/// The defaults of an indexer in a family.
+#[derive(Clone, Copy)]
+pub(super) struct Indexer {
+    pub num_heads: usize,
+    pub rope_style: RopeStyle,
+}
+
+impl Indexer {
+    /// Returns the config of the indexer of a layer.
+    fn config(self, fields: &Fields) -> Result<IndexerConfig> {
+        match fields.of_layer("indexer_types")?.and_then(|kind| kind.as_str()) {
+            Some("full") => {}
+            Some(_) => {
+                return fields.fail(
+                    "the layer attends to the keys that an earlier layer chose, expected a layer with an indexer of \
+                     its own (`indexer_types`: \"full\")",
+                );
+            }
+            None => {
+                fields.only("index_topk_freq", 1)?;
+                if fields.has("index_topk_pattern") {
+                    return fields.fail("index_topk_pattern is set, expected a list `indexer_types`");
+                }
+            }
+        }
+        Ok(IndexerConfig {
+            num_heads: fields.get_or("index_n_heads", self.num_heads)?,
+            head_dim: fields.get_or("index_head_dim", 128)?,
+            top_k: fields.get_or("index_topk", 2048)?,
+            rope_style: self.rope_style,
+        })
+    }
 }
 
 impl Latent {
@@ -28,6 +64,7 @@ impl Latent {
         rope_head_dim: 64,
         value_head_dim: Some(128),
         rotates: true,
+        indexer: None,
     };
 
     /// Returns the config of a layer.
@@ -54,7 +91,12 @@ impl Latent {
             }
         }
         let value_head_dim = self.value_head_dim.unwrap_or(embed_dim / num_heads);
+        let indexer = match self.indexer {
+            Some(indexer) => Some(indexer.config(fields)?),
+            None => None,
+        };
         Ok(MultiHeadLatentAttentionConfig::new(embed_dim, num_heads)
+            .with_indexer(indexer)
             .with_q_lora_rank(fields.nullable("q_lora_rank", self.q_lora_rank)?)
             .with_kv_lora_rank(fields.get_or("kv_lora_rank", self.kv_lora_rank)?)
             .with_nope_head_dim(nope)

@@ -62,7 +62,7 @@ const MISSING: &[Refused] = &[
     ]),
     of("keys and values of another model", &["gemma4_assistant"]),
     of("keys chosen by an indexer, or compressed", &[
-        "axk2", "deepseek_v32", "deepseek_v4", "dots3_note_text", "glm5_next_text", "glm_moe_dsa", "hy_v4",
+        "axk2", "deepseek_v4", "dots3_note_text", "glm5_next_text", "hy_v4",
         "minimax_m3_vl_text", "mistral_large4_text", "qwen4_exp_text",
     ]),
     of("keys of a coarser grid", &["efficientloftr", "hiera", "sam2_hiera_det_model", "videoprism_vision_model"]),

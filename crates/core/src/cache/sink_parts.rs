@@ -74,6 +74,7 @@ impl CachedCall<'_> {
             detached: self.detached,
             is_of_earlier_layer: self.is_of_earlier_layer,
             expansion: None,
+            choice: None,
             appended: None,
             sink_window: None,
         })

@@ -17,6 +17,9 @@ use candle_attention_modules::base::{accumulation_dtype, floats_on, floats_text}
 /// Computes keys (B, H, T, D) and values (B, H, T, D_v) from the rows (B, H_kv, T, width) of a cache, in their dtype.
 type Expansion<'e> = Box<dyn Fn(&Tensor) -> Result<KvFloats> + 'e>;
 
+/// Returns a mask for the stored rows (B, H_kv, T, width) of a cache with the chosen keys of each query.
+type KeyChoice<'e> = Box<dyn Fn(&Tensor, AttentionMask) -> Result<AttentionMask> + 'e>;
+
 /// The stored keys and values that one call attends to, with the call's own if it has some.
 pub(crate) struct CachedCall<'e> {
     pub(super) buffers: KvBuffers,
@@ -30,6 +33,8 @@ pub(crate) struct CachedCall<'e> {
     pub(super) is_of_earlier_layer: bool,
     /// Computes the keys and values that are attended to from the stored ones, if these are latents.
     pub expansion: Option<Expansion<'e>>,
+    /// Chooses the keys that each query attends to.
+    pub choice: Option<KeyChoice<'e>>,
     /// The keys (1, H_kv, n, D) and values (1, H_kv, n, D_v) that follow the stored ones of each sequence, for every
     /// query to attend to.
     pub appended: Option<KvFloats>,
@@ -85,6 +90,7 @@ impl AttentionCache {
             placements: new.placements(&attended),
             is_of_earlier_layer: false,
             expansion: None,
+            choice: None,
             appended: None,
             sink_window,
             buffers: staged,
@@ -240,6 +246,7 @@ impl AttentionCache {
             detached: self.config.detached(),
             is_of_earlier_layer: true,
             expansion: None,
+            choice: None,
             appended: None,
             sink_window: self.sinks_of_call(&self.stored),
             buffers,
@@ -285,8 +292,12 @@ impl CachedCall<'_> {
         if let Some(appended) = &self.appended {
             mask = mask.with_appended_keys(appended.k.dim(2)?, dims, accumulation_dtype(q.dtype()), q.device())?;
         }
+        let buffers = self.buffers.rows(&(0..rows))?;
+        if let Some(choose) = &self.choice {
+            mask = choose(&buffers.floats(self.dtype)?.k, mask)?;
+        }
         let options = options.for_keys_from(&starts, t_q, rows)?;
-        Ok(ReadRows { buffers: self.buffers.rows(&(0..rows))?, mask, options })
+        Ok(ReadRows { buffers, mask, options })
     }
 }
 

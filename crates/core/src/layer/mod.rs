@@ -6,6 +6,7 @@ mod adapter_names;
 mod additive;
 mod forward;
 mod heads;
+mod indexer;
 mod input;
 mod latent;
 mod memory;
@@ -19,6 +20,7 @@ mod warnings;
 mod whole_mask;
 
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
+pub use indexer::IndexerConfig;
 pub use input::AttentionInput;
 pub use latent::{LatentProjections, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
 pub use memory::ProjectedMemory;

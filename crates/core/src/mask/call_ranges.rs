@@ -24,7 +24,7 @@ enum Source {
     Batch { mask: AttentionMask, b: usize, t_q: usize, t_kv: usize },
     /// Packed sequences.
     Packed { mask: AttentionMask, sequences: Vec<PackedRows> },
-    /// Some of several packed sequences, as a batch, whose ranges are known.
+    /// Sequences whose ranges are known: some of several packed ones, as a batch.
     Known(RowRanges),
 }
 
@@ -55,14 +55,18 @@ impl AttentionMask {
 }
 
 impl CallRanges {
+    /// Returns ranges that are known.
+    pub fn known(rows: RowRanges) -> Self {
+        Self { source: Source::Known(rows), rows: OnceLock::new() }
+    }
+
     /// Returns the ranges of some of several packed sequences, which have the same number of queries, as of a batch;
     /// `op` is for errors.
     ///
     /// # Errors
     /// As [`rows`](Self::rows).
     pub fn of_sequences(&self, op: &str, chosen: &[usize]) -> Result<Self> {
-        let source = Source::Known(self.rows(op)?.of_sequences(chosen));
-        Ok(Self { source, rows: OnceLock::new() })
+        Ok(Self::known(self.rows(op)?.of_sequences(chosen)))
     }
 
     /// Returns the range of each query. The first call computes them; `op` is for errors.

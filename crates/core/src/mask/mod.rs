@@ -8,6 +8,7 @@ mod bounds;
 mod call_ranges;
 mod chunks;
 mod constraint;
+mod key_lists;
 mod lens;
 mod new_tokens;
 mod origin;
@@ -20,6 +21,7 @@ mod tokenizer;
 mod tree;
 mod windows;
 
+pub use key_lists::KeyLists;
 pub use lens::ValidLens;
 pub use ranges::KeyRanges;
 pub use tokenizer::rows_of_ones;
@@ -29,6 +31,7 @@ pub use windows::Windows;
 pub(crate) use bounds::KeyBounds;
 pub(crate) use call_ranges::CallRanges;
 pub(crate) use chunks::KeyPositions;
+pub(crate) use key_lists::{ListPlace, ListedKeys, ListedSequence, bool_mask_of};
 pub(crate) use new_tokens::{NewTokenCall, NewTokenMask};
 pub(crate) use padding::OtherOffset;
 pub(crate) use placement::{PackedRows, Placement};
@@ -101,6 +104,8 @@ pub struct AttentionMask {
     bool_masks: Vec<Tensor>,
     /// Added to the scores.
     biases: Vec<Tensor>,
+    /// A query may attend to a key if all of them name it.
+    key_lists: Vec<KeyLists>,
     /// The locations of the queries and keys of a call in their sequences, unless they are whole sequences.
     placements: Option<Placements>,
     fully_masked_rows: FullyMaskedRows,
@@ -342,7 +347,7 @@ impl AttentionMask {
         Self { fully_masked_rows, ..self }
     }
 
-    /// Returns the mask without boolean masks and biases.
+    /// Returns the mask without boolean masks, biases and lists of keys.
     fn without_tensors(&self) -> Self {
         Self {
             constraints: self.constraints.clone(),
@@ -364,6 +369,7 @@ impl AttentionMask {
         both.constraints.extend_from_slice(&other.constraints);
         both.bool_masks.extend_from_slice(&other.bool_masks);
         both.biases.extend_from_slice(&other.biases);
+        both.key_lists.extend_from_slice(&other.key_lists);
         match (&self.placements, &other.placements) {
             (_, None) => {}
             (None, Some(placements)) => both.placements = Some(placements.clone()),
@@ -416,7 +422,10 @@ impl AttentionMask {
 impl AttentionMask {
     /// Returns whether nothing is masked and no bias is added, for every shape.
     pub fn is_none(&self) -> bool {
-        self.constraints.is_empty() && self.tensor_kind().is_none() && self.placements.is_none()
+        self.constraints.is_empty()
+            && self.tensor_kind().is_none()
+            && self.key_lists.is_empty()
+            && self.placements.is_none()
     }
 
     /// Returns the weights of queries that may not attend to any key.

@@ -20,7 +20,7 @@ impl AttentionMask {
         let masks_later_keys = |constraint: &Constraint| {
             matches!(constraint, Constraint::Aligned(_, Reach::Causal { .. } | Reach::Window { right: 0, .. }))
         };
-        self.tensor_kind().is_none() && !self.constraints.iter().any(masks_later_keys)
+        self.tensor_kind().is_none() && self.key_lists.is_empty() && !self.constraints.iter().any(masks_later_keys)
     }
 
     /// Returns whether the mask masks some of the new tokens of a call for all queries. `tokens` are their positions in

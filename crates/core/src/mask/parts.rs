@@ -48,6 +48,9 @@ impl AttentionMask {
         if placements.iter().all(|placement| *placement == whole) {
             return Ok(counted);
         }
+        if !self.key_lists.is_empty() && placements.iter().any(|placement| placement.keys.start > 0) {
+            bail!("[{OP}] the mask has key lists, expected a cache that stores all of every sequence")
+        }
         if self.fully_masked_rows == FullyMaskedRows::Uniform {
             bail!(
                 "[{OP}] fully masked rows are uniform over all keys, expected a cache that stores all of every sequence"
@@ -60,7 +63,8 @@ impl AttentionMask {
         let bool_masks = columns_of(BOOL_MASK, &self.bool_masks)?;
         let biases = columns_of("bias", &self.biases)?;
         let placements = Placements { b, t_q, t_kv: rows, each: placements.to_vec() };
-        Ok(Self { bool_masks, biases, ..counted.placed(placements) })
+        let key_lists = self.key_lists.clone();
+        Ok(Self { bool_masks, biases, key_lists, ..counted.placed(placements) })
     }
 
     /// Checks that no query may attend to a key before those that a cache stores.
@@ -102,7 +106,7 @@ impl AttentionMask {
     /// that were joined.
     ///
     /// # Errors
-    /// For boolean masks and biases, for uniform rows, for a part of a part, for a range that ends before its start,
+    /// For boolean masks, biases and lists of keys, for uniform rows, for a part of a part, for a range that ends before its start,
     /// for keys past the end of a tokenizer's attention mask, and for lengths by query that end before the part.
     pub fn of_part(&self, b: usize, queries: Range<usize>, keys: Range<usize>) -> Result<Self> {
         let refuse = |obstacle: &str| -> Result<()> {
@@ -110,6 +114,9 @@ impl AttentionMask {
         };
         if let Some(tensor) = self.tensor_kind() {
             refuse(&format!("has a {tensor} tensor"))?;
+        }
+        if !self.key_lists.is_empty() {
+            refuse("has key lists")?;
         }
         if self.fully_masked_rows == FullyMaskedRows::Uniform {
             refuse("has fully masked rows that are uniform over all keys")?;

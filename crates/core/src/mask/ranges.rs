@@ -100,6 +100,14 @@ struct PositionConflict {
 }
 
 impl RowRanges {
+    /// Returns the rows of a batch of sequences of `t_q` queries with these ranges of keys (B, T_q), whose first query
+    /// is at the first key.
+    pub fn of_batch(keys: Vec<Range<usize>>, t_q: usize) -> Self {
+        let b = keys.len() / t_q.max(1);
+        let rows = |b: usize| SequenceRows { queries: b * t_q..(b + 1) * t_q, first_key: 0, first_position: 0 };
+        Self { keys, sequences: (0..b).map(rows).collect(), conflict: None }
+    }
+
     /// Returns the rows of some of several packed sequences. For sequences with the same number of queries they are the
     /// rows of a batch.
     pub fn of_sequences(&self, chosen: &[usize]) -> Self {

@@ -53,8 +53,19 @@ impl AttentionMask {
         ranges.rows(OP)?.to_bool_mask(self.bool_mask(dims, device)?, dims, device)
     }
 
-    /// Returns the boolean masks as one, without the ranges of [`resolve`](Self::resolve). A single mask stays a view.
-    pub(crate) fn bool_mask(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+    /// Returns the boolean masks and the lists of keys as one boolean mask, without the ranges of
+    /// [`resolve`](Self::resolve).
+    fn bool_mask(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+        let of_tensors = self.bool_mask_of_tensors(dims, device)?;
+        let of_lists = self.mask_of_key_lists(dims, device)?;
+        match (of_tensors, of_lists) {
+            (Some(one), Some(other)) => Ok(Some(all_of(&one, &other)?)),
+            (one, other) => Ok(one.or(other)),
+        }
+    }
+
+    /// Returns the boolean masks as one. A single mask stays a view.
+    pub(crate) fn bool_mask_of_tensors(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
         let mut combined: Option<Tensor> = None;
         for mask in &self.bool_masks {
             Expect::one(OP, BOOL_MASK, mask).dtype_of(&[DType::U8], " with 1 = attend")?;
@@ -97,6 +108,9 @@ impl AttentionMask {
     /// Returns the mask of some of `h` heads.
     pub(crate) fn of_heads(&self, heads: Range<usize>, h: usize) -> Result<Self> {
         let mut mask = self.clone();
+        for lists in &mut mask.key_lists {
+            *lists = lists.of_heads(&heads, h)?;
+        }
         for tensor in mask.bool_masks.iter_mut().chain(&mut mask.biases) {
             if let [.., tensor_heads, _, _] = *tensor.dims()
                 && tensor_heads == h

@@ -6,7 +6,7 @@ use super::dropout::DropoutDraw;
 use super::options::{Backend, OutputLayout, SdpaOptions};
 use super::packed::PackedSequences;
 use super::paged::PagedSequences;
-use crate::mask::{AttentionMask, CallRanges, FullyMaskedRows, RowRanges};
+use crate::mask::{AttentionMask, CallRanges, FullyMaskedRows, ListedKeys, ListedSequence, RowRanges};
 use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, ScoreModifiers};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, is_addressable, transpose_linked};
@@ -45,6 +45,8 @@ pub(crate) struct Call {
     pub dropout: Option<DropoutDraw>,
     pub backend: Backend,
     pub instruction_set: Option<InstructionSet>,
+    /// The reason why lists of keys became a boolean mask, if they did.
+    pub lists_as_mask: Option<&'static str>,
 }
 
 /// The keys that each query of a call attends to, apart from a boolean mask.
@@ -57,6 +59,8 @@ pub(crate) struct MaskedKeys {
     /// The pages of the sequences, if k and v are pools. `sequences` and `ranges` count keys as if they were packed,
     /// each sequence from position 0 on.
     pub pages: Option<PagedSequences>,
+    /// The keys that each query may attend to by lists: those that all of these name.
+    pub lists: Vec<ListedKeys>,
 }
 
 /// The sizes of a call and its keys, after their checks.
@@ -127,7 +131,8 @@ impl Call {
         };
         let k = expanded(qkv.k, b)?;
         let v = expanded(qkv.v, b)?;
-        let keys = MaskedKeys { ranges, sequences: sequences.cloned(), pages: None };
+        let lists = listed(mask, dims, sequences)?;
+        let keys = MaskedKeys { ranges, sequences: sequences.cloned(), pages: None, lists };
         Self::checked(op, Qkv { q: qkv.q, k: &k, v: &v }, CheckedKeys { dims, scales, keys }, mask, options)
     }
 
@@ -169,7 +174,8 @@ impl Call {
             Some(scales) => Some(KvScales { k: scales.k.transpose(1, 2)?, v: scales.v.transpose(1, 2)? }),
             None => None,
         };
-        let keys = MaskedKeys { ranges, sequences: Some(packed.clone()), pages: Some(sequences.clone()) };
+        let lists = listed(mask, dims, Some(packed))?;
+        let keys = MaskedKeys { ranges, sequences: Some(packed.clone()), pages: Some(sequences.clone()), lists };
         let checked = CheckedKeys { dims, scales: scales.as_ref(), keys };
         Self::checked(op, Qkv { q: &q, k: &k, v: &v }, checked, mask, options)
     }
@@ -194,7 +200,7 @@ impl Call {
         }
         Expect::one(op, "q", q).float("")?;
         let dtype = accumulation_dtype(q.dtype());
-        let bool_mask = mask.bool_mask(scores, q.device())?;
+        let bool_mask = mask.bool_mask_of_tensors(scores, q.device())?;
         let bias = mask.bias_tensor(scores, bias_dtype(mask, q, dtype), q.device())?;
         let call = Self {
             op,
@@ -222,6 +228,7 @@ impl Call {
             dropout: DropoutDraw::new(options),
             backend: options.backend,
             instruction_set: options.instruction_set,
+            lists_as_mask: None,
         };
         let distances = (call.most_queries() + call.most_keys()).saturating_sub(1);
         options.check(op, &call.attention.q, distances, dtype)?;
@@ -322,6 +329,18 @@ fn check_sizes(op: &str, qkv: Qkv, dims: Dims, scores: [usize; 4]) -> Result<()>
         bail!("[{op}] q {:?}, k {:?} and v {:?} are too large to address", q.dims(), k.dims(), v.dims())
     }
     Ok(())
+}
+
+/// Returns the lists of keys of a mask, which have to fit a batch or packed sequences.
+fn listed(mask: &AttentionMask, dims: Dims, sequences: Option<&PackedSequences>) -> Result<Vec<ListedKeys>> {
+    let Dims { b, h_kv, t_q, t_kv, .. } = dims;
+    let sequences: Vec<_> = match sequences {
+        None => (0..b).map(|b| ListedSequence { b, queries: 0..t_q, t_kv }).collect(),
+        Some(packed) => {
+            packed.rows().map(|rows| ListedSequence { b: 0, queries: rows.queries, t_kv: rows.keys.len() }).collect()
+        }
+    };
+    mask.listed_keys(b, h_kv, t_q, &sequences)
 }
 
 /// Checks that packed sequences end where q and k do, and that the mask has no tensor.

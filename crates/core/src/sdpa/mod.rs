@@ -10,6 +10,8 @@ mod dropout;
 mod function;
 mod gather;
 mod keys;
+mod listed;
+mod listed_mask;
 mod merge;
 mod metal;
 mod options;

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Error, Result, bail};
 use super::call::Call;
 use super::cuda::CudaPath;
 use super::dropout::DropoutDraw;
+use super::listed;
 use super::metal::MetalCall;
 use super::options::Backend;
 use crate::mask::FullyMaskedRows;
@@ -31,8 +32,12 @@ impl fmt::Display for Plan {
 
 /// The path that runs a call.
 pub(crate) enum Choice {
-    Reference { reason: String },
+    Reference {
+        reason: String,
+    },
     Cpu(InstructionSet),
+    /// The CPU kernel over copies of listed keys.
+    Listed(InstructionSet),
     Cuda(Box<CudaPath>),
     Metal(MetalCall),
 }
@@ -45,6 +50,9 @@ impl Choice {
     pub(super) fn new(call: &Call, wanted: RequestedResults) -> Result<Self> {
         if call.backend == Backend::Reference {
             return Ok(Self::Reference { reason: "requested".into() });
+        }
+        if !call.attention.keys.lists.is_empty() {
+            return Self::of_lists(call, wanted);
         }
         let fused = match unsupported_by_fused_paths(call, wanted) {
             Some(reason) => Err(reason.into()),
@@ -61,9 +69,18 @@ impl Choice {
         }
     }
 
+    /// Chooses the path of a call with lists of keys that are not a boolean mask.
+    fn of_lists(call: &Call, wanted: RequestedResults) -> Result<Self> {
+        match listed::obstacle(call, wanted)? {
+            None => Ok(Self::Listed(instruction_set(call)?)),
+            Some(reason) if call.backend == Backend::Fused => bail!("[{}] no fused path: {reason}", call.op),
+            Some(reason) => Ok(Self::Reference { reason: format!("no kernel reads the key lists: {reason}") }),
+        }
+    }
+
     /// Returns whether a kernel runs the call that reads keys and values of 8 bits.
     pub fn reads_codes(&self) -> bool {
-        matches!(self, Self::Cpu(_) | Self::Cuda(_))
+        matches!(self, Self::Cpu(_) | Self::Listed(_) | Self::Cuda(_))
     }
 
     /// Returns the choice in the form that callers read.
@@ -73,6 +90,10 @@ impl Choice {
             Self::Cpu(instruction_set) => {
                 Plan { backend: Backend::Fused, reason: format!("the CPU kernel, {instruction_set}") }
             }
+            Self::Listed(instruction_set) => Plan {
+                backend: Backend::Fused,
+                reason: format!("the CPU kernel over the listed keys, {instruction_set}"),
+            },
             Self::Cuda(cuda_path) => Plan { backend: Backend::Fused, reason: cuda_path.to_string() },
             Self::Metal(metal_call) => Plan { backend: Backend::Fused, reason: metal_call.to_string() },
         }

@@ -7,6 +7,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use super::call::{Call, MaskedKeys};
 use super::dropout::{DropoutDraw, DropoutSource};
+use super::listed_mask;
 use super::options::OutputLayout;
 use super::packed::PackedSequences;
 use super::results::Attended;
@@ -79,13 +80,15 @@ fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Res
     let t_q = queries.len();
     let t_kv = keys.len();
     let narrowed = |xs: &Tensor, rows: &Range<usize>| xs.narrow(2, rows.start, rows.len());
-    let AttentionCall { dims, q, k, v, kv_scales, keys: MaskedKeys { ranges, .. }, scores, .. } = &packed.attention;
+    let AttentionCall { dims, q, k, v, kv_scales, keys: MaskedKeys { ranges, lists, .. }, scores, .. } =
+        &packed.attention;
     let mut scores = scores.clone();
     if let Some(biases) = &mut scores.relative_bias {
         let distances = (t_q + t_kv).saturating_sub(1);
         *biases = biases.narrow(D::Minus1, sequences.most_queries() - t_q, distances)?;
     }
-    Ok(Call {
+    let lists = lists.iter().map(|listed| listed.of_queries(&queries)).collect();
+    listed_mask::with_bool_mask(Call {
         op: packed.op,
         attention: AttentionCall {
             dims: Dims { t_q, t_kv, ..*dims },
@@ -97,7 +100,7 @@ fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Res
                 None => None,
             },
             pages: None,
-            keys: MaskedKeys { ranges: ranges.of_sequences(packed.op, &[s])?, sequences: None, pages: None },
+            keys: MaskedKeys { ranges: ranges.of_sequences(packed.op, &[s])?, sequences: None, pages: None, lists },
             scores,
             // The outputs of all sequences are put into the layout together.
             output_layout: OutputLayout::Bhtd,
@@ -106,6 +109,7 @@ fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Res
         dropout: packed.dropout.clone(),
         backend: packed.backend,
         instruction_set: packed.instruction_set,
+        lists_as_mask: None,
     })
 }
 

@@ -7,11 +7,16 @@ use super::call::Call;
 use super::options::Backend;
 use super::plan::{Choice, Plan};
 use super::results::Attended;
-use super::{cpu, first_line, gather, reference, statistics};
+use super::{cpu, first_line, gather, listed, reference, statistics};
 use candle_attention_cuda::warn_of_each_text;
 
 /// Chooses the path of a call and runs it.
 pub(crate) fn run(call: Call, wanted: RequestedResults) -> Result<Attended> {
+    if !call.attention.keys.lists.is_empty() {
+        let readable = listed::readable(call, wanted)?;
+        let choice = choose(&readable, wanted)?;
+        return run_on(choice, readable, wanted);
+    }
     if cpu::reads_pages(&call, wanted)
         && let Choice::Cpu(instruction_set) = choose(&call, wanted)?
     {
@@ -38,6 +43,7 @@ pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Re
     match choice {
         Choice::Reference { .. } => reference::attend(&call, wanted),
         Choice::Cpu(instruction_set) => cpu::attend(call, instruction_set, wanted),
+        Choice::Listed(instruction_set) => listed::attend(call, instruction_set, wanted),
         Choice::Cuda(cuda_path) => or_reference(&call, cuda_path.attend(wanted), || reference::attend(&call, wanted)),
         Choice::Metal(metal_call) => {
             let fused = metal_call.output(&call).map(Attended::from);
@@ -49,6 +55,9 @@ pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Re
 /// Returns the path of a call for its output, without running it.
 pub(crate) fn plan(call: Call) -> Result<Plan> {
     let wanted = RequestedResults::default();
+    if !call.attention.keys.lists.is_empty() {
+        return plan_of_lists(call);
+    }
     let has_pages = call.attention.keys.pages.is_some();
     let is_in_place = cpu::reads_pages(&call, wanted);
     // Only the choice of a CUDA kernel depends on the layout of keys.
@@ -57,6 +66,16 @@ pub(crate) fn plan(call: Call) -> Result<Plan> {
     if has_pages && plan.backend == Backend::Fused {
         let note = if is_in_place { ", which reads pages in place" } else { ", over a copy of the pages" };
         plan.reason.push_str(note);
+    }
+    Ok(plan)
+}
+
+/// Returns the path of a call with lists of keys.
+fn plan_of_lists(call: Call) -> Result<Plan> {
+    let readable = listed::readable(call, RequestedResults::default())?;
+    let mut plan = Choice::new(&readable, RequestedResults::default())?.plan();
+    if let Some(reason) = readable.lists_as_mask {
+        plan.reason.push_str(&format!("; the key lists are a boolean mask: {reason}"));
     }
     Ok(plan)
 }

@@ -3,7 +3,7 @@
 use super::{Bias, Family, Heads, Mask, Number, Scale};
 use super::{DECODER, LLAMA, MODEL, MODERNBERT_ROPE, MODERNBERT_WINDOWED_ROPE, PATTERN, QKV_PROJ, WQKV};
 use super::{layer_norm, rms_per_head};
-use crate::hf::latent::Latent;
+use crate::hf::latent::{Indexer, Latent};
 use crate::hf::layer_kinds;
 use crate::hf::linear::Linear;
 use crate::hf::names::{ModuleNames, at};
@@ -12,7 +12,7 @@ use crate::hf::rules::{self, GATE, GATE_IN_QUERY, GATE_OF_HEADS};
 use crate::hf::windows::{self, Pattern::*, Window};
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
 use candle_attention_modules::norm::{QkNormKind, QkNormScope};
-use candle_attention_core::WeightLayout;
+use candle_attention_core::{RopeStyle, WeightLayout};
 
 /// The parameters of rotary positions that a class of transformers has by default.
 const APERTUS_ROPE: &str = r#"{"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
@@ -272,6 +272,15 @@ const MINICPM3: Latent = Latent {
     q_lora_rank: Some(768), kv_lora_rank: 256, nope_head_dim: 64, rope_head_dim: 32, value_head_dim: None,
     ..Latent::DEEPSEEK
 };
+const DEEPSEEK_V32: Latent = Latent {
+    indexer: Some(Indexer { num_heads: 64, rope_style: RopeStyle::RotateHalf }),
+    ..Latent::DEEPSEEK
+};
+const GLM5: Latent = Latent {
+    q_lora_rank: Some(2048), nope_head_dim: 192, value_head_dim: Some(256),
+    indexer: Some(Indexer { num_heads: 32, rope_style: RopeStyle::Interleaved }),
+    ..Latent::DEEPSEEK
+};
 const KIMI_LINEAR: Latent = Latent { q_lora_rank: None, rotates: false, ..Latent::DEEPSEEK };
 
 /// Latent attention: DeepSeek's, and the same attention in other models.
@@ -279,6 +288,10 @@ pub(super) const LATENT: &[Family] = &[
     DEEPSEEK_V3.of("axk1").sizes([61, 7168, 64]).rope(by_flag(32_768)),
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V2.of("deepseek_v32").sizes([61, 7168, 128]).rope(rope(10_000.0, 163_840).interleaved())
+        .latent(DEEPSEEK_V32),
+    DEEPSEEK_V2.of("glm_moe_dsa").sizes([78, 6144, 64]).rope(rope(10_000.0, 202_752).interleaved())
+        .latent(GLM5),
     DEEPSEEK_V3.of("glm4_moe_lite").sizes([47, 2048, 20]).rope(by_flag(202_752))
         .latent(GLM4_LITE),
     // As it is published; transformers loads it as DeepSeek V3.

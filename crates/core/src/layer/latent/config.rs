@@ -5,6 +5,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::OP;
 use crate::config::SYNONYMS;
+use crate::layer::indexer::IndexerConfig;
 use crate::position::{RopeConfig, RopeStyle, score_factor};
 use candle_attention_modules::base::{explain_unknown_field, number};
 
@@ -44,6 +45,8 @@ pub struct MultiHeadLatentAttentionConfig {
     causal: bool,
     #[serde(default)]
     dropout: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    indexer: Option<IndexerConfig>,
 }
 
 // The derived functions are the methods `serialize` and `deserialize` of the config, because of `remote = "Self"`.
@@ -89,6 +92,7 @@ impl MultiHeadLatentAttentionConfig {
             norm_eps: default_norm_eps(),
             causal: true,
             dropout: 0.0,
+            indexer: None,
         }
     }
 
@@ -168,6 +172,14 @@ impl MultiHeadLatentAttentionConfig {
         self
     }
 
+    /// Sets the indexer that chooses the keys of each query (DeepSeek V3.2). Queries have to be compressed. The default
+    /// is none: a query attends to all keys that the mask allows.
+    #[doc(alias("index_topk", "sparse_attention"))]
+    pub fn with_indexer(mut self, indexer: impl Into<Option<IndexerConfig>>) -> Self {
+        self.indexer = indexer.into();
+        self
+    }
+
     /// Returns E, the width of the layer's input and output.
     pub fn embed_dim(&self) -> usize {
         self.embed_dim
@@ -233,6 +245,17 @@ impl MultiHeadLatentAttentionConfig {
         self.dropout
     }
 
+    /// Returns the indexer that chooses the keys of each query, if there is one.
+    pub fn indexer(&self) -> Option<IndexerConfig> {
+        self.indexer
+    }
+
+    /// Returns the width of a row that a cache stores: the latent, the shared key, and the key of the indexer.
+    pub(super) fn row_width(&self) -> usize {
+        let index_width = self.indexer.map_or(0, |indexer| indexer.head_dim);
+        self.kv_lora_rank.saturating_add(self.rope_head_dim).saturating_add(index_width)
+    }
+
     /// Returns D, the width of one query and key head: the sum of its parts.
     pub fn head_dim(&self) -> usize {
         self.nope_head_dim.saturating_add(self.rope_head_dim)
@@ -252,9 +275,15 @@ impl MultiHeadLatentAttentionConfig {
         self.validate_numbers()?;
         let h = self.num_heads;
         let widest = self.head_dim().max(self.nope_head_dim.saturating_add(self.value_head_dim));
-        let widest = widest.max(self.kv_lora_rank.saturating_add(self.rope_head_dim));
+        let widest = widest.max(self.row_width());
         if h.saturating_mul(widest) > u32::MAX as usize {
             bail!("[{OP}] num_heads {h} times a width of {widest} is more than {}", u32::MAX)
+        }
+        if let Some(indexer) = &self.indexer {
+            indexer.validate(OP, self.rope_head_dim)?;
+            if self.q_lora_rank.is_none() {
+                bail!("[{OP}] the layer has an indexer and no q_lora_rank, expected compressed queries for its scores")
+            }
         }
         if self.rope.axes().is_some() {
             bail!("[{OP}] rope has several axes, expected one")

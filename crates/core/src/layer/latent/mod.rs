@@ -7,11 +7,14 @@ mod up;
 
 pub use config::MultiHeadLatentAttentionConfig;
 
+use std::sync::Arc;
+
 use candle_core::{DType, Module, ModuleT, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use super::LayerOutput;
 use super::forward::{AttendedKeys, PreparedCall};
+use super::indexer::{DeepSeekIndexer, IndexQueries, IndexedTokens, IndexerShape, KeyIndexer};
 use super::input::{AttentionInput, KeysFrom};
 use super::validate::ExpectedInput;
 use super::warnings;
@@ -86,9 +89,28 @@ pub struct MultiHeadLatentAttention {
     absorbing: Vec<PackedLinear>,
     out: PackedLinear,
     rotary: RotaryEmbedding,
+    indexer: Option<Indexer>,
     mask: AttentionMask,
     /// The dtype of inputs.
     dtype: DType,
+}
+
+/// The module that chooses keys, with its rotary positions.
+#[derive(Debug, Clone)]
+struct Indexer {
+    module: Arc<dyn KeyIndexer>,
+    rotary: RotaryEmbedding,
+}
+
+impl Indexer {
+    /// Reads the indexer of a layer, if it has one.
+    fn load(cfg: &MultiHeadLatentAttentionConfig, source: &ParameterReader) -> Result<Option<Self>> {
+        let (Some(own), Some(q_lora_rank)) = (cfg.indexer(), cfg.q_lora_rank()) else { return Ok(None) };
+        let shape = IndexerShape { embed_dim: cfg.embed_dim(), q_lora_rank, rope_head_dim: cfg.rope_head_dim() };
+        let module = DeepSeekIndexer::load(own, shape, &source.pp("indexer"))?;
+        let rope = cfg.rope().clone().with_style(own.rope_style);
+        Ok(Some(Self { module: Arc::new(module), rotary: RotaryEmbedding::new(&rope, cfg.rope_head_dim())? }))
+    }
 }
 
 /// The projections of a layer, or of one rank's heads.
@@ -217,6 +239,7 @@ impl MultiHeadLatentAttention {
             absorbing: Vec::new(),
             out,
             rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,
+            indexer: Indexer::load(cfg, &source)?,
             mask: if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() },
             dtype: source.vb.dtype(),
             config,
@@ -242,8 +265,13 @@ impl MultiHeadLatentAttention {
             Some(compression) => Some(compression.freeze()?),
             None => None,
         };
+        let indexer = match &self.indexer {
+            Some(Indexer { module, rotary }) => Some(Indexer { module: module.freeze()?, rotary: rotary.clone() }),
+            None => None,
+        };
         let layer = Self {
             compression,
+            indexer,
             queries: self.queries.freeze()?,
             down: self.down.freeze()?,
             norm: self.norm.freeze()?,
@@ -344,21 +372,39 @@ impl MultiHeadLatentAttention {
     /// attention output is of latents (B, H, T, rank), and otherwise of values (B, H, T, D_v).
     fn prepare<'a>(&'a self, input: &AttentionInput<'a>, absorbs: Option<bool>) -> Result<PreparedCall<'a>> {
         let cfg = &self.config;
-        let CheckedLatentInput { xs, tokens, mask, rotation, residual } = self.validate(input)?;
+        let CheckedLatentInput { xs, tokens, mut mask, rotation, index_rotation, residual } = self.validate(input)?;
         let t = xs.dim(1)?;
         let is_cached = input.any_cache().is_some();
         let absorbs = is_cached && absorbs.unwrap_or_else(|| cfg.absorbs(t, tokens.longest()));
-        let rows = self.latent_rows(&xs, rotation.as_ref())?;
-        let q = self.project_queries(&xs, rotation.as_ref(), absorbs)?;
+        let compressed = match &self.compression {
+            Some(compression) => compression.forward(&xs)?,
+            None => xs.clone(),
+        };
+        let mut rows = self.latent_rows(&xs, rotation.as_ref())?;
+        let mut index_queries = None;
+        if let Some(Indexer { module, .. }) = &self.indexer {
+            let indexed = IndexedTokens { xs: &xs, compressed: &compressed, rotation: index_rotation.as_ref() };
+            rows = Tensor::cat(&[&rows, &module.keys(&indexed)?.unsqueeze(1)?], 3)?;
+            index_queries = Some(module.queries(&indexed)?);
+        }
+        let q = self.project_queries(&compressed, rotation.as_ref(), absorbs)?;
         let mut cache_after = None;
         let keys = if let Some(cache) = &input.cache {
             let mut staged = cache.stage(&tokens, &rows, None, cfg.kv_lora_rank())?;
             if !absorbs {
                 staged.call.expansion = Some(Box::new(|latents| self.expand(latents)));
+            } else if self.indexer.is_some() {
+                staged.call.expansion = Some(Box::new(|latents| self.without_index_keys(latents)));
+            }
+            if let Some(queries) = index_queries {
+                staged.call.choice = Some(Box::new(move |stored, own| self.with_chosen_keys(own, &queries, stored)));
             }
             cache_after = Some(staged.cache);
             AttendedKeys::Cached(staged.call)
         } else {
+            if let Some(queries) = &index_queries {
+                mask = self.with_chosen_keys(mask, queries, &rows)?;
+            }
             let KvFloats { k, v } = self.expand(&rows)?;
             match input.function {
                 Some(function) => AttendedKeys::Function(FunctionKeys { k, v, function }),
@@ -374,6 +420,24 @@ impl MultiHeadLatentAttention {
             batched: input.queries.rank() == 3,
             output: Box::new(move |output| self.project_output(output, absorbs, residual.as_ref())),
         })
+    }
+
+    /// Returns a mask with the keys that the indexer chooses for each query among rows (B, 1, T_kv, width).
+    fn with_chosen_keys(&self, mask: AttentionMask, queries: &IndexQueries, rows: &Tensor) -> Result<AttentionMask> {
+        let Some(Indexer { module, .. }) = &self.indexer else { return Ok(mask) };
+        let width = rows.dim(3)?;
+        let keys = part(&rows.detach(), 3, width - module.key_width()..width)?.squeeze(1)?;
+        Ok(match module.choose(queries, &keys, &mask)? {
+            Some(lists) => mask.with_key_lists(&lists),
+            None => mask,
+        })
+    }
+
+    /// Returns stored rows (B, 1, T, width) as keys and values of queries that absorb the matrix of keys: views.
+    fn without_index_keys(&self, rows: &Tensor) -> Result<KvFloats> {
+        let rank = self.config.kv_lora_rank();
+        let k = part(rows, 3, 0..rank + self.config.rope_head_dim())?;
+        Ok(KvFloats { v: part(&k, 3, 0..rank)?, k })
     }
 
     /// Checks the inputs of a call.
@@ -404,6 +468,9 @@ impl MultiHeadLatentAttention {
                 "[{OP}] the cache keeps sink tokens, which latent attention does not support; expected a cache without"
             )
         }
+        if self.indexer.is_some() && input.packed.is_some() {
+            bail!("[{OP}] packed sequences were given to a layer with an indexer, expected a batch")
+        }
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
         warnings::about_lengths(OP, input, t);
@@ -422,11 +489,16 @@ impl MultiHeadLatentAttention {
         {
             warnings::about_dropout(OP, cache);
         }
-        let rotation = match positions {
-            Some(positions) => Some(self.rotary.at_length(&positions.queries, positions.length_of_sequences())?),
-            None => None,
-        };
-        Ok(CheckedLatentInput { xs, tokens, mask, rotation, residual })
+        let mut rotation = None;
+        let mut index_rotation = None;
+        if let Some(positions) = positions {
+            let length = positions.length_of_sequences();
+            rotation = Some(self.rotary.at_length(&positions.queries, length)?);
+            if let Some(Indexer { rotary, .. }) = &self.indexer {
+                index_rotation = Some(rotary.at_length(&positions.queries, length)?);
+            }
+        }
+        Ok(CheckedLatentInput { xs, tokens, mask, rotation, index_rotation, residual })
     }
 
     /// Returns the normalised latent and the rotated shared key of each token, (B, 1, T, rank + rope): the rows that a
@@ -440,15 +512,12 @@ impl MultiHeadLatentAttention {
         Tensor::cat(&[&latents, &shared_keys], 2)?.unsqueeze(1)
     }
 
-    /// Returns the queries (B, H, T, nope + rope), or (B, H, T, rank + rope) if they absorb the matrix of keys.
-    fn project_queries(&self, xs: &Tensor, rotation: Option<&Rotation>, absorbs: bool) -> Result<Tensor> {
+    /// Returns the queries (B, H, T, nope + rope) of compressed queries, or of inputs if these are not compressed; (B,
+    /// H, T, rank + rope) if they absorb the matrix of keys.
+    fn project_queries(&self, compressed: &Tensor, rotation: Option<&Rotation>, absorbs: bool) -> Result<Tensor> {
         let cfg = &self.config;
-        let (b, t, _) = xs.dims3()?;
-        let projected = match &self.compression {
-            Some(compression) => self.queries.forward(&compression.forward(xs)?)?,
-            None => self.queries.forward(xs)?,
-        };
-        let q = projected.reshape((b, t, cfg.num_heads(), cfg.head_dim()))?;
+        let (b, t, _) = compressed.dims3()?;
+        let q = self.queries.forward(compressed)?.reshape((b, t, cfg.num_heads(), cfg.head_dim()))?;
         let nope = part(&q, 3, 0..cfg.nope_head_dim())?;
         let nope = if absorbs { self.absorb(&nope)? } else { nope.contiguous()? };
         let rope = rotated(part(&q, 3, cfg.nope_head_dim()..cfg.head_dim())?, rotation)?;
@@ -473,6 +542,8 @@ struct CheckedLatentInput {
     mask: AttentionMask,
     /// The rotation at the tokens' positions, if the layer rotates.
     rotation: Option<Rotation>,
+    /// The same of the indexer.
+    index_rotation: Option<Rotation>,
     /// (B, T, E).
     residual: Option<Tensor>,
 }

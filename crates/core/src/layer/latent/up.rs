@@ -67,14 +67,15 @@ impl MultiHeadLatentAttention {
         Tensor::stack(&heads, 2)
     }
 
-    /// Maps latents and rotated keys (B, 1, T, rank + rope) to keys (B, H, T, nope + rope) and values (B, H, T, D_v),
+    /// Maps latents and rotated keys (B, 1, T, rank + rope), which a key of the indexer may follow, to keys (B, H, T, nope + rope) and values (B, H, T, D_v),
     /// views of (B, T, H, ..).
     pub(super) fn expand(&self, rows: &Tensor) -> Result<KvFloats> {
-        let (b, _, t, width) = rows.dims4()?;
+        let (b, _, t, _) = rows.dims4()?;
         let cfg = &self.config;
         let dtype = rows.dtype();
         let h = cfg.num_heads();
         let rank = cfg.kv_lora_rank();
+        let rope = cfg.rope_head_dim();
         let nope = cfg.nope_head_dim();
         let value = cfg.value_head_dim();
         let latents = part(rows, 3, 0..rank)?.squeeze(1)?;
@@ -82,7 +83,7 @@ impl MultiHeadLatentAttention {
         let is_wider = dtype == DType::F32 && matches!(self.up.dtype(), DType::BF16 | DType::F16);
         let latents = if is_wider { latents } else { latents.to_dtype(self.up.dtype())? };
         let heads = self.up.forward(&latents)?.to_dtype(dtype)?.reshape((b, t, h, nope + value))?;
-        let shared = part(rows, 3, rank..width)?.transpose(1, 2)?.broadcast_as((b, t, h, width - rank))?;
+        let shared = part(rows, 3, rank..rank + rope)?.transpose(1, 2)?.broadcast_as((b, t, h, rope))?;
         let keys = Tensor::cat(&[part(&heads, 3, 0..nope)?.contiguous()?, shared.contiguous()?], 3)?;
         let values = part(&heads, 3, nope..nope + value)?;
         Ok(KvFloats { k: keys.transpose(1, 2)?, v: values.transpose(1, 2)? })

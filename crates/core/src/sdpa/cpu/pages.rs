@@ -90,7 +90,7 @@ impl PagedCall<'_> {
                 v: v.clone(),
                 kv_scales: kv_scales.clone(),
                 pages: Some(KvPages { table: self.table(sequences, t_kv.div_ceil(page_size))?, page_size }),
-                keys: MaskedKeys { ranges, sequences: None, pages: None },
+                keys: MaskedKeys { ranges, sequences: None, pages: None, lists: Vec::new() },
                 scores: own_scores,
                 output_layout: OutputLayout::Bthd,
             },

@@ -1,0 +1,192 @@
+//! The indexer of DeepSeek V3.2.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+
+use super::top_k::Scores;
+use super::{IndexQueries, IndexedTokens, KeyIndexer};
+use crate::mask::{AttentionMask, KeyLists};
+use crate::position::RopeStyle;
+use candle_attention_modules::base::rowwise::to_vec;
+use candle_attention_modules::base::{ParameterReader, number, part};
+use candle_attention_modules::linear::PackedLinear;
+use candle_attention_modules::norm::{Norm, QkNormKind};
+
+/// The scores that are computed at a time.
+const SCORES: usize = 1 << 22;
+
+/// The sizes of an indexer, which chooses the keys that each query attends to: DeepSeek V3.2's lightning indexer
+/// (<https://arxiv.org/abs/2512.02556>, section 2.1).
+///
+/// A query's score for a key is `Σ_h w_h · relu(q_h · k) / √(head_dim · num_heads)` over the heads of the indexer. Each
+/// token has one key of the indexer, which all heads share. The query attends to the `top_k` keys with the largest
+/// scores among those that the mask allows, for equal scores to the first ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct IndexerConfig {
+    /// The number of heads of the indexer (`index_n_heads`).
+    pub num_heads: usize,
+    /// The width of its heads (`index_head_dim`), of which the first `rope_head_dim` entries rotate.
+    pub head_dim: usize,
+    /// The number of keys that a query attends to (`index_topk`).
+    pub top_k: usize,
+    /// The pairs of entries that rotate: halves in DeepSeek V3.2, neighbours in GLM-5.
+    #[serde(default)]
+    pub rope_style: RopeStyle,
+}
+
+impl IndexerConfig {
+    /// Checks the sizes for a layer whose rotated heads have this width.
+    pub(in crate::layer) fn validate(&self, op: &str, rope_head_dim: usize) -> Result<()> {
+        number::size(op, "the indexer's num_heads", self.num_heads)?;
+        number::size(op, "the indexer's head_dim", self.head_dim)?;
+        number::size(op, "the indexer's top_k", self.top_k)?;
+        if self.head_dim < rope_head_dim {
+            bail!(
+                "[{op}] the indexer's head_dim is {}, expected at least the rope_head_dim of {rope_head_dim}",
+                self.head_dim
+            )
+        }
+        if self.num_heads.saturating_mul(self.head_dim) > u32::MAX as usize {
+            bail!(
+                "[{op}] the indexer has {} heads of {}, expected at most {} entries",
+                self.num_heads,
+                self.head_dim,
+                u32::MAX
+            )
+        }
+        Ok(())
+    }
+}
+
+/// The widths of a layer that has an indexer.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::layer) struct IndexerShape {
+    pub embed_dim: usize,
+    pub q_lora_rank: usize,
+    pub rope_head_dim: usize,
+}
+
+/// An indexer of DeepSeek V3.2: queries from the compressed queries of the layer, keys and the weights of heads from its
+/// input.
+#[derive(Debug, Clone)]
+pub(in crate::layer) struct DeepSeekIndexer {
+    config: IndexerConfig,
+    rope_head_dim: usize,
+    /// (heads · width, q_lora_rank).
+    queries: PackedLinear,
+    /// (width, E).
+    keys: PackedLinear,
+    norm: Norm,
+    /// (heads, E).
+    weights: PackedLinear,
+}
+
+impl DeepSeekIndexer {
+    /// Reads `wq_b`, `wk`, `k_norm` and `weights_proj`.
+    pub fn load(config: IndexerConfig, shape: IndexerShape, source: &ParameterReader) -> Result<Self> {
+        let IndexerConfig { num_heads, head_dim, .. } = config;
+        let IndexerShape { embed_dim, q_lora_rank, rope_head_dim } = shape;
+        Ok(Self {
+            config,
+            rope_head_dim,
+            queries: source.linear("wq_b", (num_heads * head_dim, q_lora_rank), false, None)?.try_into()?,
+            keys: source.linear("wk", (head_dim, embed_dim), false, None)?.try_into()?,
+            norm: Norm::load(QkNormKind::Layer, 1e-6, head_dim, true, &source.pp("k_norm"))?,
+            weights: source.linear("weights_proj", (num_heads, embed_dim), false, None)?.try_into()?,
+        })
+    }
+
+    /// Rotates the first entries of heads (B, T, heads, width).
+    fn rotated(&self, heads: &Tensor, tokens: &IndexedTokens) -> Result<Tensor> {
+        let Some(rotation) = tokens.rotation else { return Ok(heads.clone()) };
+        let rotated = rotation.apply(&part(heads, 3, 0..self.rope_head_dim)?)?;
+        if self.rope_head_dim == self.config.head_dim {
+            return Ok(rotated);
+        }
+        Tensor::cat(&[rotated, part(heads, 3, self.rope_head_dim..self.config.head_dim)?.contiguous()?], 3)
+    }
+
+    /// Returns the scores (B, n, T_kv) of n queries from `start` on, for keys (B, width, T_kv).
+    fn scores(&self, queries: &IndexQueries, keys: &Tensor, start: usize, n: usize) -> Result<Tensor> {
+        let IndexerConfig { num_heads, head_dim, .. } = self.config;
+        let (b, _, t_kv) = keys.dims3()?;
+        let q = queries.q.narrow(1, start, n)?.contiguous()?.reshape((b, n * num_heads, head_dim))?;
+        let of_heads = q.matmul(keys)?.relu()?.reshape((b * n, num_heads, t_kv))?;
+        let weights = queries.weights.narrow(1, start, n)?.contiguous()?.reshape((b * n, 1, num_heads))?;
+        weights.matmul(&of_heads)?.reshape((b, n, t_kv))
+    }
+}
+
+impl KeyIndexer for DeepSeekIndexer {
+    fn key_width(&self) -> usize {
+        self.config.head_dim
+    }
+
+    fn keys(&self, tokens: &IndexedTokens) -> Result<Tensor> {
+        let keys = self.norm.forward(&self.keys.forward(&tokens.xs.detach())?)?.unsqueeze(2)?;
+        Ok(self.rotated(&keys, tokens)?.squeeze(2)?.detach())
+    }
+
+    fn queries(&self, tokens: &IndexedTokens) -> Result<IndexQueries> {
+        let IndexerConfig { num_heads, head_dim, .. } = self.config;
+        let (b, t, _) = tokens.xs.dims3()?;
+        let q = self.queries.forward(&tokens.compressed.detach())?.reshape((b, t, num_heads, head_dim))?;
+        let weights = self.weights.forward(&tokens.xs.detach())?.detach().to_dtype(DType::F32)?;
+        let scale = 1.0 / (num_heads as f64 * head_dim as f64).sqrt();
+        Ok(IndexQueries { q: self.rotated(&q, tokens)?.detach().to_dtype(DType::F32)?, weights: (weights * scale)? })
+    }
+
+    fn choose(&self, queries: &IndexQueries, keys: &Tensor, mask: &AttentionMask) -> Result<Option<KeyLists>> {
+        let k = self.config.top_k;
+        let (b, t_q, num_heads, _) = queries.q.dims4()?;
+        let t_kv = keys.dim(1)?;
+        if t_kv <= k || b * t_q == 0 {
+            return Ok(None);
+        }
+        let device = queries.q.device();
+        let dims = [b, 1, t_q, t_kv];
+        let keys = keys.to_dtype(DType::F32)?.transpose(1, 2)?.contiguous()?;
+        let allowed = mask.combined_bool_mask(dims, device)?;
+        let bias = match mask.bias_tensor(dims, DType::F32, device) {
+            Ok(bias) => bias,
+            // A bias for each head says nothing about the keys of all heads.
+            Err(_) => None,
+        };
+        let mut chosen = vec![Vec::new(); b];
+        let step = (SCORES / (b * num_heads * t_kv)).clamp(1, t_q);
+        for start in (0..t_q).step_by(step) {
+            let n = step.min(t_q - start);
+            let of_chunk = |tensor: &Tensor| -> Result<Tensor> {
+                let rows = if tensor.dim(2)? == 1 { tensor.clone() } else { tensor.narrow(2, start, n)? };
+                rows.broadcast_as((b, 1, n, t_kv))?.squeeze(1)
+            };
+            let mut scores = self.scores(queries, &keys, start, n)?;
+            if let Some(bias) = &bias {
+                scores = (scores + of_chunk(bias)?.contiguous()?)?;
+            }
+            let allowed = match &allowed {
+                Some(allowed) => to_vec::<u8>(&of_chunk(allowed)?)?,
+                None => vec![1; b * n * t_kv],
+            };
+            let found = Scores { scores: &to_vec::<f32>(&scores)?, allowed: &allowed, t_kv }.largest(k);
+            for (own, rows) in chosen.iter_mut().zip(found.chunks(n * k)) {
+                own.extend_from_slice(rows);
+            }
+        }
+        let lists = Tensor::from_vec(chosen.concat(), (b, 1, t_q, k), &Device::Cpu)?;
+        Ok(Some(KeyLists::new(&lists)?))
+    }
+
+    fn freeze(&self) -> Result<Arc<dyn KeyIndexer>> {
+        Ok(Arc::new(Self {
+            queries: self.queries.freeze()?,
+            keys: self.keys.freeze()?,
+            norm: self.norm.freeze()?,
+            weights: self.weights.freeze()?,
+            ..self.clone()
+        }))
+    }
+}

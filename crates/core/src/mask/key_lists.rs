@@ -1,0 +1,297 @@
+//! Lists of the keys that queries attend to, as a model chooses them.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::tensors::{all_of, check_memory};
+use super::{AttentionMask, OP};
+use candle_attention_modules::base::rowwise::to_vec;
+use candle_attention_modules::base::{Dim, Expect, copied_to, number};
+
+/// The keys that each query may attend to, as lists of their numbers: a model's own choice, such as the best keys by
+/// the scores of an indexer. [`AttentionMask::with_key_lists`] adds them to a mask.
+///
+/// ```
+/// use candle_attention::{AttentionMask, KeyLists, SdpaOptions, scaled_dot_product_attention};
+/// use candle_core::{Device, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// let q = Tensor::randn(0f32, 1., (1, 4, 3, 64), &Device::Cpu)?;
+/// let kv = Tensor::randn(0f32, 1., (1, 2, 3, 64), &Device::Cpu)?;
+/// // Three queries; the last one attends to the keys 0 and 2, by the lists and by the causal mask.
+/// let lists = KeyLists::new(&Tensor::new(&[[0i64, -1], [0, 1], [2, 0]], &Device::Cpu)?)?;
+/// let mask = AttentionMask::causal().with_key_lists(&lists);
+/// let y = scaled_dot_product_attention(&q, &kv, &kv, &mask, &SdpaOptions::default())?;
+/// assert_eq!(y.dims(), [1, 4, 3, 64]);
+/// # Ok(()) }
+/// ```
+#[doc(alias("topk_indices", "sparse_attention", "block_sparse"))]
+#[derive(Debug, Clone)]
+pub struct KeyLists {
+    entries: Tensor,
+    key_block: usize,
+    query_block: usize,
+}
+
+impl KeyLists {
+    /// Makes lists of integers (B or 1, H_kv or 1, T_q, n): up to n numbers of keys for each query of each key head. An
+    /// entry of -1 stands for no key, and a key that is listed twice counts once. The first dimensions may be missing:
+    /// (T_q, n) is one list for each query, for all heads and sequences.
+    ///
+    /// # Errors
+    /// For a dtype of floats, and for another number of dimensions.
+    pub fn new(entries: &Tensor) -> Result<Self> {
+        let found = Expect::many(OP, "key lists", entries);
+        let all = ["B", "H_kv", "T_q", "n"].map(Dim::Any);
+        let found = found.shape_of(&[&all, &all[1..], &all[2..]])?;
+        found.dtype_of(&[DType::U8, DType::U32, DType::I16, DType::I32, DType::I64], "")?;
+        let mut whole = entries.detach();
+        for _ in whole.rank()..4 {
+            whole = whole.unsqueeze(0)?;
+        }
+        Ok(Self { entries: whole, key_block: 1, query_block: 1 })
+    }
+
+    /// Lists blocks of `size` keys: entry n stands for the keys from `n · size` to `(n + 1) · size - 1`. The last block
+    /// may be shorter.
+    ///
+    /// # Errors
+    /// For a size of 0, or above `u32::MAX`.
+    pub fn with_key_blocks(self, size: usize) -> Result<Self> {
+        number::size(OP, "the block of keys", size)?;
+        Ok(Self { key_block: size, ..self })
+    }
+
+    /// Sets the number of queries that share a list: list n is that of the queries from `n · size` to `(n + 1) · size -
+    /// 1` of the call. The lists are then (.., blocks of queries, n), and the last block may be shorter. Packed
+    /// sequences have a list for each query.
+    ///
+    /// # Errors
+    /// For a size of 0, or above `u32::MAX`.
+    pub fn with_query_blocks(self, size: usize) -> Result<Self> {
+        number::size(OP, "the block of queries", size)?;
+        Ok(Self { query_block: size, ..self })
+    }
+
+    /// Returns the lists of some of `h` query heads, which share key heads.
+    ///
+    /// # Errors
+    /// For heads that do not share key heads evenly.
+    pub(super) fn of_heads(&self, heads: &Range<usize>, h: usize) -> Result<Self> {
+        let list_heads = self.entries.dim(1)?;
+        if list_heads <= 1 || h % list_heads != 0 {
+            // Lists of another number of heads are an error where the mask is used.
+            return Ok(self.clone());
+        }
+        let group = h / list_heads;
+        let own = heads.start / group..heads.end.div_ceil(group);
+        if own.len() > 1 && (heads.start % group != 0 || heads.end % group != 0) {
+            bail!("[{OP}] key lists are for groups of {group} heads, expected whole groups, found heads {heads:?}")
+        }
+        Ok(Self { entries: self.entries.narrow(1, own.start, own.len())?, ..self.clone() })
+    }
+}
+
+/// The queries of one sequence of a call, and the number of its keys.
+#[derive(Debug, Clone)]
+pub(crate) struct ListedSequence {
+    /// The batch entry of its queries.
+    pub b: usize,
+    /// Its queries in the batch entry.
+    pub queries: Range<usize>,
+    pub t_kv: usize,
+}
+
+/// Lists that fit a call, on the CPU.
+#[derive(Debug, Clone)]
+pub(crate) struct ListedKeys {
+    /// (B or 1, heads, blocks of queries, n).
+    entries: Arc<[i64]>,
+    b: usize,
+    heads: usize,
+    blocks: usize,
+    n: usize,
+    key_block: usize,
+    query_block: usize,
+}
+
+/// The place of a list: a sequence of the batch, a head that has lists, and a block of queries.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ListPlace {
+    pub b: usize,
+    pub head: usize,
+    pub block: usize,
+}
+
+impl ListedKeys {
+    /// Returns the number of heads that have lists of their own; 1 if all share them.
+    pub fn heads(&self) -> usize {
+        self.heads
+    }
+
+    /// Returns the number of queries that share a list.
+    pub fn query_block(&self) -> usize {
+        self.query_block
+    }
+
+    /// Returns the largest number of keys of a list among `t_kv` keys.
+    pub fn most_keys(&self, t_kv: usize) -> usize {
+        self.n.saturating_mul(self.key_block).min(t_kv)
+    }
+
+    /// Returns the entries of a list.
+    fn list(&self, place: ListPlace) -> &[i64] {
+        let b = if self.b == 1 { 0 } else { place.b };
+        let head = if self.heads == 1 { 0 } else { place.head };
+        &self.entries[((b * self.heads + head) * self.blocks + place.block) * self.n..][..self.n]
+    }
+
+    /// Returns the keys of a list among `t_kv` keys in the order of its entries, some of them perhaps twice.
+    pub fn keys(&self, place: ListPlace, t_kv: usize) -> impl Iterator<Item = usize> {
+        let size = self.key_block;
+        let listed = self.list(place).iter().filter_map(|&entry| usize::try_from(entry).ok());
+        listed.flat_map(move |block| block * size..t_kv.min((block + 1).saturating_mul(size)))
+    }
+
+    /// Returns the lists of some of the queries of a batch of one, each of which has a list.
+    pub fn of_queries(&self, queries: &Range<usize>) -> Self {
+        if self.query_block != 1 {
+            // Lists for blocks of queries are those of a single sequence.
+            return self.clone();
+        }
+        let mut entries = Vec::with_capacity(self.heads * queries.len() * self.n);
+        for head in 0..self.heads {
+            for block in queries.clone() {
+                entries.extend_from_slice(self.list(ListPlace { b: 0, head, block }));
+            }
+        }
+        Self { entries: entries.into(), blocks: queries.len(), ..self.clone() }
+    }
+
+    /// Returns the lists as a boolean mask (B or 1, H or 1, T_q, T_kv), in which 1 allows to attend.
+    ///
+    /// # Errors
+    /// If it does not fit in memory.
+    pub fn to_bool_mask(&self, h: usize, t_q: usize, t_kv: usize, device: &Device) -> Result<Tensor> {
+        let heads = if self.heads == 1 { 1 } else { h };
+        let dims = [self.b, heads, t_q, t_kv];
+        check_memory(&dims, DType::U8)?;
+        let mut allowed = vec![0u8; dims.iter().product()];
+        for (index, row) in allowed.chunks_mut(t_kv.max(1)).enumerate() {
+            let head = index / t_q % heads * self.heads / heads;
+            let place = ListPlace { b: index / t_q / heads, head, block: index % t_q / self.query_block };
+            for key in self.keys(place, t_kv) {
+                row[key] = 1;
+            }
+        }
+        copied_to(device, allowed, (self.b, heads, t_q, t_kv))
+    }
+}
+
+impl AttentionMask {
+    /// Masks the keys that the [lists](KeyLists) do not name. Lists count keys from the first key of a call's tensor; in
+    /// a layer with a cache, from the first position of each sequence, and in packed sequences from each sequence's
+    /// first key. Lists of several masks that are joined mask what any of them does not name.
+    ///
+    /// On a CPU, a call that has no bias, boolean mask or dropout reads the listed keys alone, and costs what they cost;
+    /// where that is slower than reading all keys, and elsewhere, the lists become a boolean mask.
+    /// [`plan`](crate::plan) says which.
+    ///
+    /// Errors where the mask is used: another number of sequences, heads or queries, and a key that is not there.
+    #[must_use]
+    pub fn with_key_lists(mut self, lists: &KeyLists) -> Self {
+        self.key_lists.push(lists.clone());
+        self
+    }
+
+    /// Returns the lists of a call with `h` heads that may have lists, for a batch of `b` entries of `t_q` queries.
+    /// `sequences` are all of its sequences, which are the entries of the batch, or packed in one entry.
+    pub(crate) fn listed_keys(
+        &self,
+        b: usize,
+        h: usize,
+        t_q: usize,
+        sequences: &[ListedSequence],
+    ) -> Result<Vec<ListedKeys>> {
+        let is_packed = b == 1 && !matches!(sequences, [only] if only.queries == (0..t_q));
+        let mut all = Vec::with_capacity(self.key_lists.len());
+        for KeyLists { entries, key_block, query_block } in &self.key_lists {
+            let (list_b, heads, blocks, n) = entries.dims4()?;
+            if is_packed && *query_block != 1 {
+                bail!(
+                    "[{OP}] key lists are for blocks of {query_block} queries, expected packed sequences with one each"
+                )
+            }
+            let expected = t_q.div_ceil(*query_block);
+            if (list_b != 1 && list_b != b) || blocks != expected {
+                bail!(
+                    "[{OP}] key lists have shape {:?}, expected {b} or 1 sequences and {expected} blocks of queries",
+                    entries.dims()
+                )
+            }
+            if heads == 0 || !h.is_multiple_of(heads) {
+                bail!("[{OP}] key lists have {heads} heads, expected 1 or one for each of {h} key heads")
+            }
+            check_memory(entries.dims(), DType::I64)?;
+            let listed = ListedKeys {
+                entries: to_vec::<i64>(entries)?.into(),
+                b: list_b,
+                heads,
+                blocks,
+                n,
+                key_block: *key_block,
+                query_block: *query_block,
+            };
+            for sequence in sequences {
+                listed.check(sequence)?;
+            }
+            all.push(listed);
+        }
+        Ok(all)
+    }
+
+    /// Returns the lists as one boolean mask that broadcasts to (B, H, T_q, T_kv); `None` if there are none.
+    pub(super) fn mask_of_key_lists(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+        let [b, h, t_q, t_kv] = dims;
+        let sequences: Vec<_> = (0..b).map(|sequence| ListedSequence { b: sequence, queries: 0..t_q, t_kv }).collect();
+        bool_mask_of(&self.listed_keys(b, h, t_q, &sequences)?, dims, device)
+    }
+}
+
+/// Returns the boolean mask of the keys that all lists name; `None` without lists.
+pub(crate) fn bool_mask_of(lists: &[ListedKeys], dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+    let [_, h, t_q, t_kv] = dims;
+    let mut combined: Option<Tensor> = None;
+    for listed in lists {
+        let mask = listed.to_bool_mask(h, t_q, t_kv, device)?;
+        combined = Some(match combined {
+            Some(combined) => all_of(&combined, &mask)?,
+            None => mask,
+        });
+    }
+    Ok(combined)
+}
+
+impl ListedKeys {
+    /// Checks that the lists of a sequence name keys of the sequence.
+    fn check(&self, sequence: &ListedSequence) -> Result<()> {
+        let count = sequence.t_kv.div_ceil(self.key_block) as i64;
+        let blocks = sequence.queries.start / self.query_block..sequence.queries.end.div_ceil(self.query_block);
+        for head in 0..self.heads {
+            for block in blocks.clone() {
+                let list = self.list(ListPlace { b: sequence.b, head, block });
+                if let Some(entry) = list.iter().find(|&&entry| entry < -1 || entry >= count) {
+                    let named = if self.key_block == 1 { "key" } else { "block of keys" };
+                    bail!(
+                        "[{OP}] list {block} of head {head} of sequence {} has {named} {entry}, expected -1 (none) to \
+                         {}",
+                        sequence.b,
+                        count - 1
+                    )
+                }
+            }
+        }
+        Ok(())
+    }
+}

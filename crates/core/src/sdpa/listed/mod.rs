@@ -1,0 +1,143 @@
+//! Attention to lists of keys on a CPU. The rows of the listed keys are copied, for some queries at a time, and the
+//! fused kernel attends to the copies: time and memory are those of the listed keys.
+
+mod graph;
+mod part;
+mod rows;
+
+use candle_attention_call::{AttentionDims as Dims, RequestedResults};
+use candle_core::{DType, Result, Tensor};
+
+use super::call::Call;
+use super::options::Backend;
+use super::results::Attended;
+use super::{cpu, gather, listed_mask};
+use crate::mask::{FullyMaskedRows, ListedSequence};
+use candle_attention_kernels::InstructionSet;
+use part::parts_of;
+
+/// The time of copying a key and its value, in the time of one query row that attends to a key.
+const COPY: usize = 24;
+
+/// The time of reading a key and its value in place, likewise.
+const READ: usize = 8;
+
+/// Returns the call in a form that the chosen path reads: with lists that it reads as lists, or with a boolean mask in
+/// their place, and with keys and values of pages in one piece where no path reads their listed rows.
+pub(super) fn readable(mut call: Call, wanted: RequestedResults) -> Result<Call> {
+    if call.attention.keys.lists.is_empty() {
+        return gather::with_keys_in_one_piece(call);
+    }
+    let Some(reason) = obstacle(&call, wanted)? else { return Ok(call) };
+    if call.sequences().is_some() {
+        // The reference path makes a boolean mask for each sequence.
+        return gather::with_keys_in_one_piece(call);
+    }
+    call = listed_mask::with_bool_mask(call)?;
+    call.lists_as_mask = Some(reason);
+    Ok(call)
+}
+
+/// Returns the reason why no path reads the listed keys alone, if there is one.
+pub(super) fn obstacle(call: &Call, wanted: RequestedResults) -> Result<Option<&'static str>> {
+    let Dims { b, t_q, t_kv, d_v, .. } = call.attention.dims;
+    let scores = &call.attention.scores;
+    let [listed] = call.attention.keys.lists.as_slice() else {
+        return Ok(Some("there are several"));
+    };
+    if call.backend == Backend::Reference {
+        return Ok(Some("the reference path was requested"));
+    }
+    if !call.attention.q.device().is_cpu() {
+        return Ok(Some("only the CPU reads listed keys alone"));
+    }
+    if call.attention.q.dtype() == DType::F64 {
+        return Ok(Some("the CPU kernel computes in f32, and the inputs are F64"));
+    }
+    if wanted.weights || wanted.statistics.is_some() {
+        return Ok(Some("weights or statistics of all keys were requested"));
+    }
+    if call.dropout.is_some() {
+        return Ok(Some("dropout is drawn for all keys"));
+    }
+    if call.fully_masked_rows == FullyMaskedRows::Uniform {
+        return Ok(Some("fully masked rows are uniform over all keys"));
+    }
+    let has_tensor = scores.bias.is_some() || scores.boolean_mask.is_some();
+    if has_tensor || scores.alibi_slopes.is_some() || scores.relative_bias.is_some() {
+        return Ok(Some("the call has a bias or a boolean mask"));
+    }
+    if call.attention.kv_scales.is_some() && call.tracks_gradients() {
+        return Ok(Some("an input is tracked for gradients, which keys and values of 8 bits do not have"));
+    }
+    if [b, t_q, t_kv, d_v].contains(&0) {
+        return Ok(Some("the call has no scores"));
+    }
+    let group = call.attention.dims.group();
+    let mut of_all = 0usize;
+    let mut of_lists = 0usize;
+    for part in sequences(call) {
+        let keys = part.t_kv;
+        of_all = of_all.saturating_add(keys * READ);
+        let rows = part.queries.len() * group;
+        let blocks = part.queries.len().div_ceil(listed.query_block());
+        let chosen = listed.most_keys(keys);
+        of_lists = of_lists.saturating_add(chosen * (rows + blocks * COPY));
+    }
+    let ranges = call.rows()?;
+    of_all = ranges.keys.iter().fold(of_all, |sum, keys| sum.saturating_add(keys.len() * group));
+    if of_lists > of_all {
+        return Ok(Some("copies of the listed keys would take longer than reading all keys"));
+    }
+    Ok(None)
+}
+
+/// Returns the sequences of a call: the entries of its batch, or those that are packed.
+pub(super) fn sequences(call: &Call) -> Vec<ListedSequence> {
+    let Dims { b, t_q, t_kv, .. } = call.attention.dims;
+    match call.sequences() {
+        None => (0..b).map(|b| ListedSequence { b, queries: 0..t_q, t_kv }).collect(),
+        Some(packed) => {
+            packed.rows().map(|rows| ListedSequence { b: 0, queries: rows.queries, t_kv: rows.keys.len() }).collect()
+        }
+    }
+}
+
+/// Attends to the listed keys alone.
+pub(super) fn attend(call: Call, instruction_set: InstructionSet, wanted: RequestedResults) -> Result<Attended> {
+    let found = forward(&call, instruction_set)?;
+    let results = graph::record_results(call, instruction_set, found)?;
+    Ok(Attended { log_sum_exp: results.log_sum_exp.filter(|_| wanted.log_sum_exp), ..results })
+}
+
+/// The results without gradients.
+struct Computed {
+    /// (B, H, T_q, D_v), contiguous in the call's layout.
+    output: Tensor,
+    /// (B, H, T_q).
+    log_sum_exp: Tensor,
+}
+
+/// Computes the output and the log-sum-exp, part by part.
+fn forward(call: &Call, instruction_set: InstructionSet) -> Result<Computed> {
+    let mut outputs = Vec::new();
+    let mut log_sum_exps = Vec::new();
+    for part in parts_of(call)? {
+        let own = part.call(call, &part.tensors(call)?)?;
+        let wanted = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
+        let (output, log_sum_exp) = cpu::attend(own, instruction_set, wanted)?.output_and_log_sum_exp()?;
+        outputs.push(part.in_order(&output)?);
+        log_sum_exps.push(part.in_order(&log_sum_exp.unsqueeze(3)?)?);
+    }
+    let output = call.in_output_layout(whole(call, &outputs)?)?;
+    Ok(Computed { output, log_sum_exp: whole(call, &log_sum_exps)?.squeeze(3)? })
+}
+
+/// Returns the rows (1, H, queries, X) of all parts as (B, H, T_q, X).
+fn whole(call: &Call, parts: &[Tensor]) -> Result<Tensor> {
+    let Dims { b, h, t_q, .. } = call.attention.dims;
+    // All queries of a batch entry before those of the next.
+    let rows = Tensor::cat(parts, 2)?;
+    let width = rows.dim(3)?;
+    rows.reshape((h, b, t_q, width))?.transpose(0, 1)?.contiguous()
+}
