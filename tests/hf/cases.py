@@ -99,6 +99,9 @@ DEEPSEEK = {
     "moe_intermediate_size": 8,
 }
 
+# Many heads, since the scores of few heads are often 0 for several keys.
+INDEXER = {"index_n_heads": 12, "index_head_dim": 8, "index_topk": 4}
+
 DEBERTA = {
     "layers": "encoder.layer",
     "attention": "attention.self",
@@ -364,6 +367,8 @@ CASES = {
     "deepseek_v3_halves": decoder(
         "deepseek_v3", ONE_LAYER, DEEPSEEK, {"rope_interleave": False, "attention_bias": True}
     ),
+    "deepseek_v32": decoder("deepseek_v32", ONE_LAYER, DEEPSEEK, INDEXER, {"rope_parameters": YARN}),
+    "glm_moe_dsa": decoder("glm_moe_dsa", ONE_LAYER, DEEPSEEK, INDEXER),
     "bert": encoder("bert", **BERT),
     "bert_decoder": decoder("bert", ONE_LAYER, {"is_decoder": True}, sizes=UNGROUPED, **BERT),
     "roberta": encoder("roberta", ONE_LAYER, **BERT),

@@ -11,6 +11,7 @@ mod gguf_models;
 mod gguf_parts;
 mod gguf_types;
 mod golden;
+mod indexers;
 mod integers;
 mod linear;
 mod mlx;
@@ -29,7 +30,7 @@ use common::{DEVICE, Model, assert_near, recorded};
 const TOLERANCE: f64 = 1e-5;
 
 /// The architectures whose attention is latent.
-const LATENT: &[&str] = &["deepseek_v2", "deepseek_v3"];
+const LATENT: &[&str] = &["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"];
 
 type Tensors = HashMap<String, Tensor>;
 

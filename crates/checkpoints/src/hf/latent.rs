@@ -35,8 +35,8 @@ impl Indexer {
             Some("full") => {}
             Some(_) => {
                 return fields.fail(
-                    "the layer attends to the keys that an earlier layer chose, expected a layer with an indexer of \
-                     its own (`indexer_types`: \"full\")",
+                    "the layer attends to the keys that an earlier layer chose, expected a layer with an \
+                     indexer (`indexer_types`: \"full\")",
                 );
             }
             None => {

@@ -36,7 +36,7 @@ pub struct KeyLists {
 
 impl KeyLists {
     /// Makes lists of integers (B or 1, H_kv or 1, T_q, n): up to n numbers of keys for each query of each key head. An
-    /// entry of -1 stands for no key, and a key that is listed twice counts once. The first dimensions may be missing:
+    /// entry of -1 is no key, and a key that is listed twice counts once. The first dimensions may be missing:
     /// (T_q, n) is one list for each query, for all heads and sequences.
     ///
     /// # Errors
@@ -53,7 +53,7 @@ impl KeyLists {
         Ok(Self { entries: whole, key_block: 1, query_block: 1 })
     }
 
-    /// Lists blocks of `size` keys: entry n stands for the keys from `n · size` to `(n + 1) · size - 1`. The last block
+    /// Lists blocks of `size` keys: entry n names the keys from `n · size` to `(n + 1) · size - 1`. The last block
     /// may be shorter.
     ///
     /// # Errors
@@ -125,7 +125,7 @@ pub(crate) struct ListPlace {
 }
 
 impl ListedKeys {
-    /// Returns the number of heads that have lists of their own; 1 if all share them.
+    /// Returns the number of heads that have different lists; 1 if all share them.
     pub fn heads(&self) -> usize {
         self.heads
     }
@@ -157,7 +157,7 @@ impl ListedKeys {
     /// Returns the lists of some of the queries of a batch of one, each of which has a list.
     pub fn of_queries(&self, queries: &Range<usize>) -> Self {
         if self.query_block != 1 {
-            // Lists for blocks of queries are those of a single sequence.
+            // Only a single sequence has lists for blocks of queries.
             return self.clone();
         }
         let mut entries = Vec::with_capacity(self.heads * queries.len() * self.n);
@@ -194,9 +194,9 @@ impl AttentionMask {
     /// a layer with a cache, from the first position of each sequence, and in packed sequences from each sequence's
     /// first key. Lists of several masks that are joined mask what any of them does not name.
     ///
-    /// On a CPU, a call that has no bias, boolean mask or dropout reads the listed keys alone, and costs what they cost;
-    /// where that is slower than reading all keys, and elsewhere, the lists become a boolean mask.
-    /// [`plan`](crate::plan) says which.
+    /// On a CPU, a call without bias, boolean mask and dropout reads the listed keys alone, by copies of their rows,
+    /// and takes the time and memory of these. Where reading all keys is estimated to be faster, and in other calls, the
+    /// lists become a boolean mask. [`plan`](crate::plan) says which.
     ///
     /// Errors where the mask is used: another number of sequences, heads or queries, and a key that is not there.
     #[must_use]

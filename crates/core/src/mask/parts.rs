@@ -106,8 +106,9 @@ impl AttentionMask {
     /// that were joined.
     ///
     /// # Errors
-    /// For boolean masks, biases and lists of keys, for uniform rows, for a part of a part, for a range that ends before its start,
-    /// for keys past the end of a tokenizer's attention mask, and for lengths by query that end before the part.
+    /// For boolean masks, biases and lists of keys, for uniform rows, for a part of a part, for a range that ends
+    /// before its start, for keys past the end of a tokenizer's attention mask, and for lengths by query that end
+    /// before the part.
     pub fn of_part(&self, b: usize, queries: Range<usize>, keys: Range<usize>) -> Result<Self> {
         let refuse = |obstacle: &str| -> Result<()> {
             bail!("[{OP}] the mask {obstacle}, expected one that allows ranges of keys of whole sequences")

@@ -333,14 +333,18 @@ fn check_sizes(op: &str, qkv: Qkv, dims: Dims, scores: [usize; 4]) -> Result<()>
 
 /// Returns the lists of keys of a mask, which have to fit a batch or packed sequences.
 fn listed(mask: &AttentionMask, dims: Dims, sequences: Option<&PackedSequences>) -> Result<Vec<ListedKeys>> {
-    let Dims { b, h_kv, t_q, t_kv, .. } = dims;
-    let sequences: Vec<_> = match sequences {
+    mask.listed_keys(dims.b, dims.h_kv, dims.t_q, &listed_sequences(dims, sequences))
+}
+
+/// Returns the sequences of a call: the entries of its batch, or packed ones.
+pub(super) fn listed_sequences(dims: Dims, sequences: Option<&PackedSequences>) -> Vec<ListedSequence> {
+    let Dims { b, t_q, t_kv, .. } = dims;
+    match sequences {
         None => (0..b).map(|b| ListedSequence { b, queries: 0..t_q, t_kv }).collect(),
         Some(packed) => {
             packed.rows().map(|rows| ListedSequence { b: 0, queries: rows.queries, t_kv: rows.keys.len() }).collect()
         }
-    };
-    mask.listed_keys(b, h_kv, t_q, &sequences)
+    }
 }
 
 /// Checks that packed sequences end where q and k do, and that the mask has no tensor.

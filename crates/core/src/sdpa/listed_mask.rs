@@ -5,7 +5,7 @@ use candle_core::Result;
 use super::call::Call;
 use crate::mask::bool_mask_of;
 
-/// Returns a call of a batch with a boolean mask in the place of lists of keys.
+/// Returns a call of a batch with a boolean mask instead of lists of keys.
 pub(super) fn with_bool_mask(mut call: Call) -> Result<Call> {
     let lists = std::mem::take(&mut call.attention.keys.lists);
     let device = call.attention.q.device();

@@ -69,8 +69,8 @@ pub(in crate::layer) struct IndexerShape {
     pub rope_head_dim: usize,
 }
 
-/// An indexer of DeepSeek V3.2: queries from the compressed queries of the layer, keys and the weights of heads from its
-/// input.
+/// An indexer of DeepSeek V3.2: its queries are projected from the compressed queries of the layer, its keys and the
+/// weights of its heads from the input.
 #[derive(Debug, Clone)]
 pub(in crate::layer) struct DeepSeekIndexer {
     config: IndexerConfig,

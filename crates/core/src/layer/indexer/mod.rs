@@ -1,4 +1,4 @@
-//! Indexers: modules that choose the keys of each query by scores that are cheaper than those of attention.
+//! Indexers: modules that choose the keys of each query by scores that cost less than attention.
 
 mod deepseek;
 mod top_k;
@@ -34,7 +34,7 @@ pub(super) struct IndexQueries {
 
 /// A module that chooses the keys of each query. Its choice has no gradient.
 ///
-/// A cache stores a key of the indexer for each token, beside what attention reads.
+/// A cache stores a key of the indexer for each token too.
 pub(super) trait KeyIndexer: Debug + Send + Sync {
     /// Returns the width of a key.
     fn key_width(&self) -> usize;

@@ -69,6 +69,9 @@ const COLUMNS: Share = Share::Heads { heads: Heads::Query, dim: 1 };
 ///
 /// A cache of 8 bits has one scale for the latent and the shared key of a token together.
 ///
+/// With an [indexer](MultiHeadLatentAttentionConfig::with_indexer), each query attends to the keys that it chooses. A
+/// cache then stores the key of the indexer too.
+///
 /// Weights that are plain tensors on a CPU are packed ([`PackedLinear`]), and the key's part of `kv_b_proj` is stored
 /// twice, in both directions. A layer has no state. Inputs are (B, T, E), or (T, E) for one sequence.
 #[doc(alias = "MLA")]
@@ -542,7 +545,7 @@ struct CheckedLatentInput {
     mask: AttentionMask,
     /// The rotation at the tokens' positions, if the layer rotates.
     rotation: Option<Rotation>,
-    /// The same of the indexer.
+    /// The rotation of the indexer, likewise.
     index_rotation: Option<Rotation>,
     /// (B, T, E).
     residual: Option<Tensor>,

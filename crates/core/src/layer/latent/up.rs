@@ -67,8 +67,8 @@ impl MultiHeadLatentAttention {
         Tensor::stack(&heads, 2)
     }
 
-    /// Maps latents and rotated keys (B, 1, T, rank + rope), which a key of the indexer may follow, to keys (B, H, T, nope + rope) and values (B, H, T, D_v),
-    /// views of (B, T, H, ..).
+    /// Maps latents and rotated keys (B, 1, T, rank + rope), which a key of the indexer may follow, to keys (B, H, T,
+    /// nope + rope) and values (B, H, T, D_v), views of (B, T, H, ..).
     pub(super) fn expand(&self, rows: &Tensor) -> Result<KvFloats> {
         let (b, _, t, _) = rows.dims4()?;
         let cfg = &self.config;

@@ -38,8 +38,8 @@ pub(super) fn record_results(call: Call, instruction_set: InstructionSet, found:
     Ok(Attended { log_sum_exp: Some(lse), ..swapped_for(layout, output)?.into() })
 }
 
-/// Computes the gradients of q, k, v and the sinks, as far as these are tracked, from those of the output (B, H, T_q,
-/// D_v) and of the log-sum-exp (B, H, T_q).
+/// Computes the gradients of q, k, v and the sinks, as far as these are tracked, from the gradients of the output (B,
+/// H, T_q, D_v) and of the log-sum-exp (B, H, T_q).
 fn gradients(
     call: &Call,
     instruction_set: InstructionSet,

@@ -1,5 +1,5 @@
 //! Attention to lists of keys on a CPU. The rows of the listed keys are copied, for some queries at a time, and the
-//! fused kernel attends to the copies: time and memory are those of the listed keys.
+//! fused kernel attends to the copies: time and memory depend on the listed keys alone.
 
 mod graph;
 mod part;
@@ -12,22 +12,19 @@ use super::call::Call;
 use super::options::Backend;
 use super::results::Attended;
 use super::{cpu, gather, listed_mask};
-use crate::mask::{FullyMaskedRows, ListedSequence};
+use crate::mask::{FullyMaskedRows, ListedKeys};
 use candle_attention_kernels::InstructionSet;
 use part::parts_of;
 
-/// The time of copying a key and its value, in the time of one query row that attends to a key.
+/// The estimated time of copying a key and its value, where one query row that attends to a key takes 1.
 const COPY: usize = 24;
 
-/// The time of reading a key and its value in place, likewise.
+/// The estimated time of reading a key and its value in place, likewise.
 const READ: usize = 8;
 
 /// Returns the call in a form that the chosen path reads: with lists that it reads as lists, or with a boolean mask in
 /// their place, and with keys and values of pages in one piece where no path reads their listed rows.
 pub(super) fn readable(mut call: Call, wanted: RequestedResults) -> Result<Call> {
-    if call.attention.keys.lists.is_empty() {
-        return gather::with_keys_in_one_piece(call);
-    }
     let Some(reason) = obstacle(&call, wanted)? else { return Ok(call) };
     if call.sequences().is_some() {
         // The reference path makes a boolean mask for each sequence.
@@ -73,34 +70,28 @@ pub(super) fn obstacle(call: &Call, wanted: RequestedResults) -> Result<Option<&
     if [b, t_q, t_kv, d_v].contains(&0) {
         return Ok(Some("the call has no scores"));
     }
-    let group = call.attention.dims.group();
-    let mut of_all = 0usize;
-    let mut of_lists = 0usize;
-    for part in sequences(call) {
-        let keys = part.t_kv;
-        of_all = of_all.saturating_add(keys * READ);
-        let rows = part.queries.len() * group;
-        let blocks = part.queries.len().div_ceil(listed.query_block());
-        let chosen = listed.most_keys(keys);
-        of_lists = of_lists.saturating_add(chosen * (rows + blocks * COPY));
-    }
-    let ranges = call.rows()?;
-    of_all = ranges.keys.iter().fold(of_all, |sum, keys| sum.saturating_add(keys.len() * group));
-    if of_lists > of_all {
-        return Ok(Some("copies of the listed keys would take longer than reading all keys"));
+    if call.sequences().is_none() && !pays(call, listed)? {
+        return Ok(Some("copies of the listed keys are estimated to take longer than reading all keys"));
     }
     Ok(None)
 }
 
-/// Returns the sequences of a call: the entries of its batch, or those that are packed.
-pub(super) fn sequences(call: &Call) -> Vec<ListedSequence> {
-    let Dims { b, t_q, t_kv, .. } = call.attention.dims;
-    match call.sequences() {
-        None => (0..b).map(|b| ListedSequence { b, queries: 0..t_q, t_kv }).collect(),
-        Some(packed) => {
-            packed.rows().map(|rows| ListedSequence { b: 0, queries: rows.queries, t_kv: rows.keys.len() }).collect()
-        }
+/// Returns whether copies of the listed keys are estimated to take less time than reading all keys.
+fn pays(call: &Call, listed: &ListedKeys) -> Result<bool> {
+    let Dims { t_q, t_kv, .. } = call.attention.dims;
+    let group = call.attention.dims.group();
+    let mut of_all = 0usize;
+    let mut of_lists = 0usize;
+    let copies = t_q.div_ceil(listed.query_block()).saturating_mul(COPY);
+    let rows = t_q.saturating_mul(group);
+    for _ in 0..call.attention.dims.b {
+        of_all = of_all.saturating_add(t_kv.saturating_mul(READ));
+        of_lists = of_lists.saturating_add(listed.most_keys(t_kv).saturating_mul(rows.saturating_add(copies)));
     }
+    for keys in &call.rows()?.keys {
+        of_all = of_all.saturating_add(keys.len().saturating_mul(group));
+    }
+    Ok(of_lists <= of_all)
 }
 
 /// Attends to the listed keys alone.
@@ -136,7 +127,7 @@ fn forward(call: &Call, instruction_set: InstructionSet) -> Result<Computed> {
 /// Returns the rows (1, H, queries, X) of all parts as (B, H, T_q, X).
 fn whole(call: &Call, parts: &[Tensor]) -> Result<Tensor> {
     let Dims { b, h, t_q, .. } = call.attention.dims;
-    // All queries of a batch entry before those of the next.
+    // All queries of a batch entry come before the queries of the next.
     let rows = Tensor::cat(parts, 2)?;
     let width = rows.dim(3)?;
     rows.reshape((h, b, t_q, width))?.transpose(0, 1)?.contiguous()

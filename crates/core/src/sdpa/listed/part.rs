@@ -5,10 +5,9 @@ use std::ops::Range;
 use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, ScoreModifiers};
 use candle_core::{Result, Tensor};
 
-use super::super::call::{Call, MaskedKeys};
+use super::super::call::{Call, MaskedKeys, listed_sequences};
 use super::super::options::{Backend, OutputLayout};
 use super::rows::{SelectedRows, StoredRow};
-use super::sequences;
 use crate::mask::{CallRanges, FullyMaskedRows, ListPlace, ListedKeys, ListedSequence, RowRanges};
 
 /// The numbers of keys and values that are copied at a time, unless one block of queries has more.
@@ -17,7 +16,7 @@ const COPIED_NUMBERS: usize = 1 << 20;
 /// Consecutive blocks of queries of one sequence, all of the same size.
 pub(super) struct Part {
     sequence: ListedSequence,
-    /// The queries among those of the batch entry.
+    /// The numbers of the queries in the batch entry.
     queries: Range<usize>,
     /// The number of queries that share a list.
     query_block: usize,
@@ -45,14 +44,14 @@ pub(super) fn parts_of(call: &Call) -> Result<Vec<Part>> {
     let Dims { h_kv, d, d_v, .. } = call.attention.dims;
     let listed = &call.attention.keys.lists[0];
     let mut parts = Vec::new();
-    for (s, sequence) in sequences(call).into_iter().enumerate() {
+    for (s, sequence) in listed_sequences(call.attention.dims, call.sequences()).into_iter().enumerate() {
         let size = listed.query_block();
         let numbers = listed.most_keys(sequence.t_kv).max(1).saturating_mul(h_kv * (d + d_v));
         let blocks = (COPIED_NUMBERS / numbers).max(1);
         let mut start = sequence.queries.start;
         while start < sequence.queries.end {
             let left = sequence.queries.end - start;
-            // A last block with fewer queries is a part of its own.
+            // A last block with fewer queries is a separate part.
             let part = if left < size { left } else { size.saturating_mul(blocks).min(left / size * size) };
             parts.push(Part::new(call, listed, s, &sequence, start..start + part)?);
             start += part;
