@@ -32,13 +32,13 @@ fn recorded() -> Result<Vec<Recorded>> {
 fn indexer_with_cache_in_chunks_matches_transformers() -> Result<()> {
     for Recorded { model, layer, xs, ys } in recorded()? {
         let t = xs.dim(1)?;
-        for layer in [layer.clone(), layer.freeze()?] {
+        for own in [layer.clone(), layer.freeze()?] {
             for chunk in [1, 3, 8] {
                 let mut cache = AttentionCache::default();
                 for start in (0..t).step_by(chunk) {
                     let n = chunk.min(t - start);
                     let part = xs.narrow(1, start, n)?;
-                    let found = layer.forward_with(AttentionInput::new(&part).with_cache(&mut cache))?;
+                    let found = own.forward_with(AttentionInput::new(&part).with_cache(&mut cache))?;
                     model.assert_close(&found, &ys.narrow(1, start, n)?, &format!("chunks of {chunk} from {start}"));
                 }
             }

@@ -18,17 +18,17 @@ pub(super) struct Latent {
     /// Whether queries and the shared keys have rotary positions.
     pub rotates: bool,
     /// The indexer that chooses keys.
-    pub indexer: Option<Indexer>,
+    pub indexer: Option<FamilyIndexer>,
 }
 
 /// The defaults of an indexer in a family.
 #[derive(Clone, Copy)]
-pub(super) struct Indexer {
+pub(super) struct FamilyIndexer {
     pub num_heads: usize,
     pub rope_style: RopeStyle,
 }
 
-impl Indexer {
+impl FamilyIndexer {
     /// Returns the config of the indexer of a layer.
     fn config(self, fields: &Fields) -> Result<IndexerConfig> {
         match fields.of_layer("indexer_types")?.and_then(|kind| kind.as_str()) {

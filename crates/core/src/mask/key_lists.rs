@@ -195,8 +195,8 @@ impl AttentionMask {
     /// first key. Lists of several masks that are joined mask what any of them does not name.
     ///
     /// On a CPU, a call without bias, boolean mask and dropout reads the listed keys alone, by copies of their rows,
-    /// and takes the time and memory of these. Where reading all keys is estimated to be faster, and in other calls, the
-    /// lists become a boolean mask. [`plan`](crate::plan) says which.
+    /// and takes the time and memory of these. Where reading all keys is estimated to be faster, and in other calls,
+    /// the lists become a boolean mask. [`plan`](crate::plan) says which.
     ///
     /// Errors where the mask is used: another number of sequences, heads or queries, and a key that is not there.
     #[must_use]

@@ -3,7 +3,7 @@
 use super::{Bias, Family, Heads, Mask, Number, Scale};
 use super::{DECODER, LLAMA, MODEL, MODERNBERT_ROPE, MODERNBERT_WINDOWED_ROPE, PATTERN, QKV_PROJ, WQKV};
 use super::{layer_norm, rms_per_head};
-use crate::hf::latent::{Indexer, Latent};
+use crate::hf::latent::{FamilyIndexer, Latent};
 use crate::hf::layer_kinds;
 use crate::hf::linear::Linear;
 use crate::hf::names::{ModuleNames, at};
@@ -273,12 +273,12 @@ const MINICPM3: Latent = Latent {
     ..Latent::DEEPSEEK
 };
 const DEEPSEEK_V32: Latent = Latent {
-    indexer: Some(Indexer { num_heads: 64, rope_style: RopeStyle::RotateHalf }),
+    indexer: Some(FamilyIndexer { num_heads: 64, rope_style: RopeStyle::RotateHalf }),
     ..Latent::DEEPSEEK
 };
 const GLM5: Latent = Latent {
     q_lora_rank: Some(2048), nope_head_dim: 192, value_head_dim: Some(256),
-    indexer: Some(Indexer { num_heads: 32, rope_style: RopeStyle::Interleaved }),
+    indexer: Some(FamilyIndexer { num_heads: 32, rope_style: RopeStyle::Interleaved }),
     ..Latent::DEEPSEEK
 };
 const KIMI_LINEAR: Latent = Latent { q_lora_rank: None, rotates: false, ..Latent::DEEPSEEK };

@@ -92,7 +92,7 @@ pub struct MultiHeadLatentAttention {
     absorbing: Vec<PackedLinear>,
     out: PackedLinear,
     rotary: RotaryEmbedding,
-    indexer: Option<Indexer>,
+    indexer: Option<LayerIndexer>,
     mask: AttentionMask,
     /// The dtype of inputs.
     dtype: DType,
@@ -100,12 +100,12 @@ pub struct MultiHeadLatentAttention {
 
 /// The module that chooses keys, with its rotary positions.
 #[derive(Debug, Clone)]
-struct Indexer {
+struct LayerIndexer {
     module: Arc<dyn KeyIndexer>,
     rotary: RotaryEmbedding,
 }
 
-impl Indexer {
+impl LayerIndexer {
     /// Reads the indexer of a layer, if it has one.
     fn load(cfg: &MultiHeadLatentAttentionConfig, source: &ParameterReader) -> Result<Option<Self>> {
         let (Some(own), Some(q_lora_rank)) = (cfg.indexer(), cfg.q_lora_rank()) else { return Ok(None) };
@@ -242,7 +242,7 @@ impl MultiHeadLatentAttention {
             absorbing: Vec::new(),
             out,
             rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,
-            indexer: Indexer::load(cfg, &source)?,
+            indexer: LayerIndexer::load(cfg, &source)?,
             mask: if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() },
             dtype: source.vb.dtype(),
             config,
@@ -269,7 +269,9 @@ impl MultiHeadLatentAttention {
             None => None,
         };
         let indexer = match &self.indexer {
-            Some(Indexer { module, rotary }) => Some(Indexer { module: module.freeze()?, rotary: rotary.clone() }),
+            Some(LayerIndexer { module, rotary }) => {
+                Some(LayerIndexer { module: module.freeze()?, rotary: rotary.clone() })
+            }
             None => None,
         };
         let layer = Self {
@@ -385,7 +387,7 @@ impl MultiHeadLatentAttention {
         };
         let mut rows = self.latent_rows(&xs, rotation.as_ref())?;
         let mut index_queries = None;
-        if let Some(Indexer { module, .. }) = &self.indexer {
+        if let Some(LayerIndexer { module, .. }) = &self.indexer {
             let indexed = IndexedTokens { xs: &xs, compressed: &compressed, rotation: index_rotation.as_ref() };
             rows = Tensor::cat(&[&rows, &module.keys(&indexed)?.unsqueeze(1)?], 3)?;
             index_queries = Some(module.queries(&indexed)?);
@@ -427,7 +429,7 @@ impl MultiHeadLatentAttention {
 
     /// Returns a mask with the keys that the indexer chooses for each query among rows (B, 1, T_kv, width).
     fn with_chosen_keys(&self, mask: AttentionMask, queries: &IndexQueries, rows: &Tensor) -> Result<AttentionMask> {
-        let Some(Indexer { module, .. }) = &self.indexer else { return Ok(mask) };
+        let Some(LayerIndexer { module, .. }) = &self.indexer else { return Ok(mask) };
         let width = rows.dim(3)?;
         let keys = part(&rows.detach(), 3, width - module.key_width()..width)?.squeeze(1)?;
         Ok(match module.choose(queries, &keys, &mask)? {
@@ -497,7 +499,7 @@ impl MultiHeadLatentAttention {
         if let Some(positions) = positions {
             let length = positions.length_of_sequences();
             rotation = Some(self.rotary.at_length(&positions.queries, length)?);
-            if let Some(Indexer { rotary, .. }) = &self.indexer {
+            if let Some(LayerIndexer { rotary, .. }) = &self.indexer {
                 index_rotation = Some(rotary.at_length(&positions.queries, length)?);
             }
         }

@@ -10,14 +10,14 @@ use super::super::cpu;
 use super::super::results::Attended;
 use super::part::{PartTensors, parts_of};
 use super::rows::RowSums;
-use super::{Computed, whole};
+use super::{ListedResults, whole};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::base::record_two;
 use candle_attention_modules::base::rowwise::{to_vec, with_float};
 
 /// Returns the results with gradients for the inputs that are tracked.
-pub(super) fn record_results(call: Call, instruction_set: InstructionSet, found: Computed) -> Result<Attended> {
-    let Computed { output, log_sum_exp } = found;
+pub(super) fn record_results(call: Call, instruction_set: InstructionSet, found: ListedResults) -> Result<Attended> {
+    let ListedResults { output, log_sum_exp } = found;
     if !call.tracks_gradients() {
         return Ok(Attended { log_sum_exp: Some(log_sum_exp), ..output.into() });
     }
@@ -32,10 +32,10 @@ pub(super) fn record_results(call: Call, instruction_set: InstructionSet, found:
     };
     let AttentionCall { q, k, v, scores, .. } = &call.attention;
     let operands = [Some(q), Some(k), Some(v), scores.sinks.as_ref()];
-    let [output, lse] = with_float!(call.op, q.dtype(), |E| {
+    let [recorded, recorded_lse] = with_float!(call.op, q.dtype(), |E| {
         record_two("listed-attention", &operands, shapes, to_vec::<E>(&stored)?, lse, backward)?
     });
-    Ok(Attended { log_sum_exp: Some(lse), ..swapped_for(layout, output)?.into() })
+    Ok(Attended { log_sum_exp: Some(recorded_lse), ..swapped_for(layout, recorded)?.into() })
 }
 
 /// Computes the gradients of q, k, v and the sinks, as far as these are tracked, from the gradients of the output (B,

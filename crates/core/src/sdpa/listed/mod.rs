@@ -102,7 +102,7 @@ pub(super) fn attend(call: Call, instruction_set: InstructionSet, wanted: Reques
 }
 
 /// The results without gradients.
-struct Computed {
+struct ListedResults {
     /// (B, H, T_q, D_v), contiguous in the call's layout.
     output: Tensor,
     /// (B, H, T_q).
@@ -110,7 +110,7 @@ struct Computed {
 }
 
 /// Computes the output and the log-sum-exp, part by part.
-fn forward(call: &Call, instruction_set: InstructionSet) -> Result<Computed> {
+fn forward(call: &Call, instruction_set: InstructionSet) -> Result<ListedResults> {
     let mut outputs = Vec::new();
     let mut log_sum_exps = Vec::new();
     for part in parts_of(call)? {
@@ -121,7 +121,7 @@ fn forward(call: &Call, instruction_set: InstructionSet) -> Result<Computed> {
         log_sum_exps.push(part.in_order(&log_sum_exp.unsqueeze(3)?)?);
     }
     let output = call.in_output_layout(whole(call, &outputs)?)?;
-    Ok(Computed { output, log_sum_exp: whole(call, &log_sum_exps)?.squeeze(3)? })
+    Ok(ListedResults { output, log_sum_exp: whole(call, &log_sum_exps)?.squeeze(3)? })
 }
 
 /// Returns the rows (1, H, queries, X) of all parts as (B, H, T_q, X).

@@ -14,7 +14,7 @@ use crate::mask::{CallRanges, FullyMaskedRows, ListPlace, ListedKeys, ListedSequ
 const COPIED_NUMBERS: usize = 1 << 20;
 
 /// Consecutive blocks of queries of one sequence, all of the same size.
-pub(super) struct Part {
+pub(super) struct ListedPart {
     sequence: ListedSequence,
     /// The numbers of the queries in the batch entry.
     queries: Range<usize>,
@@ -40,7 +40,7 @@ pub(super) struct PartTensors {
 }
 
 /// Returns the parts of a call with one list of keys, in the order of the queries.
-pub(super) fn parts_of(call: &Call) -> Result<Vec<Part>> {
+pub(super) fn parts_of(call: &Call) -> Result<Vec<ListedPart>> {
     let Dims { h_kv, d, d_v, .. } = call.attention.dims;
     let listed = &call.attention.keys.lists[0];
     let mut parts = Vec::new();
@@ -53,14 +53,14 @@ pub(super) fn parts_of(call: &Call) -> Result<Vec<Part>> {
             let left = sequence.queries.end - start;
             // A last block with fewer queries is a separate part.
             let part = if left < size { left } else { size.saturating_mul(blocks).min(left / size * size) };
-            parts.push(Part::new(call, listed, s, &sequence, start..start + part)?);
+            parts.push(ListedPart::new(call, listed, s, &sequence, start..start + part)?);
             start += part;
         }
     }
     Ok(parts)
 }
 
-impl Part {
+impl ListedPart {
     /// Selects the rows of some queries of the sequence with index `s`.
     fn new(
         call: &Call,
