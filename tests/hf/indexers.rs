@@ -1,6 +1,9 @@
 //! Latent attention to the keys that an indexer chooses, in calls with a cache and with padding.
 
-use candle_attention::{AttentionCache, AttentionInput, Backend, MultiHeadLatentAttention, PackedSequences, hf};
+use candle_attention::{
+    AttentionCache, AttentionInput, AttentionMask, Backend, IndexerConfig, MultiHeadLatentAttention, PackedSequences,
+    hf,
+};
 use candle_core::{Result, Tensor};
 
 use crate::Model;
@@ -52,6 +55,7 @@ fn indexer_with_left_padding_matches_sequences_alone() -> Result<()> {
     for Recorded { model, layer, xs, ys } in recorded()? {
         let t = xs.dim(1)?;
         let padding = 5;
+        let starts = [0, padding];
         // The second sequence without its last tokens, after padding.
         let second = xs.narrow(0, 1, 1)?;
         let padded = Tensor::cat(&[&second.narrow(1, 2, padding)?, &second.narrow(1, 0, t - padding)?], 1)?;
@@ -63,15 +67,16 @@ fn indexer_with_left_padding_matches_sequences_alone() -> Result<()> {
             Ok(())
         };
         for backend in [Backend::Auto, Backend::Reference] {
-            let input = || AttentionInput::new(&batch).with_starts(vec![0, padding]).with_backend(backend);
-            check(&layer.forward_with(input())?, "without a cache")?;
+            let mask = AttentionMask::none().with_starts(starts.to_vec());
+            let input = || AttentionInput::new(&batch).with_backend(backend);
+            check(&layer.forward_with(input().with_mask(&mask))?, "without a cache")?;
             let mut cache = AttentionCache::default();
-            check(&layer.forward_with(input().with_cache(&mut cache))?, "with a cache")?;
+            check(&layer.forward_with(input().with_starts(&starts).with_cache(&mut cache))?, "with a cache")?;
         }
         // The same prompt, and then token by token.
         let prompt = batch.narrow(1, 0, padding + 2)?;
         let mut cache = AttentionCache::default();
-        let input = AttentionInput::new(&prompt).with_starts(vec![0, padding]).with_cache(&mut cache);
+        let input = AttentionInput::new(&prompt).with_starts(&starts).with_cache(&mut cache);
         let mut parts = vec![layer.forward_with(input)?];
         for token in padding + 2..t {
             let step = batch.narrow(1, token, 1)?;
@@ -90,7 +95,9 @@ fn indexer_of_other_sizes_or_inputs_is_an_error() -> Result<()> {
         config[name] = value;
         hf::latent_attention_config(&config, 0).expect_err("another config").to_string()
     };
-    assert!(error("index_topk", 0.into()).contains("the indexer's top_k is 0, expected at least 1"));
+    let indexer = layer.config().indexer().map(|own| IndexerConfig { top_k: 0, ..own });
+    let none = layer.config().clone().with_indexer(indexer).validate().expect_err("no keys").to_string();
+    assert!(none.contains("the indexer's top_k is 0, expected at least 1"), "{none}");
     assert!(error("index_head_dim", 2.into()).contains("head_dim is 2, expected at least the rope_head_dim of 4"));
     assert!(error("q_lora_rank", serde_json::Value::Null).contains("has an indexer and no q_lora_rank"));
     let shared = error("indexer_types", serde_json::json!(["shared"]));
