@@ -80,13 +80,13 @@ impl KeyLists {
     /// For heads that do not share key heads evenly.
     pub(super) fn of_heads(&self, heads: &Range<usize>, h: usize) -> Result<Self> {
         let list_heads = self.entries.dim(1)?;
-        if list_heads <= 1 || h % list_heads != 0 {
+        if list_heads <= 1 || !h.is_multiple_of(list_heads) {
             // Lists of another number of heads are an error where the mask is used.
             return Ok(self.clone());
         }
         let group = h / list_heads;
         let own = heads.start / group..heads.end.div_ceil(group);
-        if own.len() > 1 && (heads.start % group != 0 || heads.end % group != 0) {
+        if own.len() > 1 && (!heads.start.is_multiple_of(group) || !heads.end.is_multiple_of(group)) {
             bail!("[{OP}] key lists are for groups of {group} heads, expected whole groups, found heads {heads:?}")
         }
         Ok(Self { entries: self.entries.narrow(1, own.start, own.len())?, ..self.clone() })

@@ -104,7 +104,7 @@ impl RowRanges {
     /// is at the first key.
     pub fn of_batch(keys: Vec<Range<usize>>, t_q: usize) -> Self {
         let b = keys.len() / t_q.max(1);
-        let rows = |b: usize| SequenceRows { queries: b * t_q..(b + 1) * t_q, first_key: 0, first_position: 0 };
+        let rows = |s: usize| SequenceRows { queries: s * t_q..(s + 1) * t_q, first_key: 0, first_position: 0 };
         Self { keys, sequences: (0..b).map(rows).collect(), conflict: None }
     }
 

@@ -150,11 +150,8 @@ impl KeyIndexer for DeepSeekIndexer {
         let dims = [b, 1, t_q, t_kv];
         let keys = keys.to_dtype(DType::F32)?.transpose(1, 2)?.contiguous()?;
         let allowed = mask.combined_bool_mask(dims, device)?;
-        let bias = match mask.bias_tensor(dims, DType::F32, device) {
-            Ok(bias) => bias,
-            // A bias for each head says nothing about the keys of all heads.
-            Err(_) => None,
-        };
+        // A bias for each head, which does not broadcast to one, says nothing about the keys of all heads.
+        let bias = mask.bias_tensor(dims, DType::F32, device).unwrap_or_default();
         let mut chosen = vec![Vec::new(); b];
         let step = (SCORES / (b * num_heads * t_kv)).clamp(1, t_q);
         for start in (0..t_q).step_by(step) {
