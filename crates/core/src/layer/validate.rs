@@ -243,7 +243,7 @@ impl MultiHeadAttention {
                 Ok(None)
             }
             KeysFrom::Memory(memory) => {
-                self.check_memory(input, memory, b)?;
+                self.check_projected_memory(input, memory, b)?;
                 if !shares_earlier {
                     self.warn_of_cross_attention();
                 }
@@ -329,7 +329,7 @@ impl MultiHeadAttention {
 
     /// Checks that `memory` was projected by this layer, or by one whose keys it may read, and has one sequence or the
     /// queries' batch.
-    fn check_memory(&self, input: &AttentionInput, memory: &ProjectedMemory, b: usize) -> Result<()> {
+    fn check_projected_memory(&self, input: &AttentionInput, memory: &ProjectedMemory, b: usize) -> Result<()> {
         let cfg = &self.config;
         if self.rotary.is_some() {
             for (name, is_given) in
@@ -357,15 +357,19 @@ impl MultiHeadAttention {
             bail!("[{OP}] the memory has batch {found}, the input {b}: {hint}")
         }
         let rows = memory.t_kv + cfg.appended_keys();
-        self.check_memory_tensor("the memory's keys", &memory.k, &[found, cfg.num_kv_heads(), rows, cfg.head_dim()])?;
-        self.check_memory_tensor(
+        self.check_projected_tensor(
+            "the memory's keys",
+            &memory.k,
+            &[found, cfg.num_kv_heads(), rows, cfg.head_dim()],
+        )?;
+        self.check_projected_tensor(
             "the memory's values",
             &memory.v,
             &[found, cfg.num_kv_heads(), rows, cfg.value_head_dim()],
         )
     }
 
-    fn check_memory_tensor(&self, name: &str, tensor: &Tensor, sizes: &[usize]) -> Result<()> {
+    fn check_projected_tensor(&self, name: &str, tensor: &Tensor, sizes: &[usize]) -> Result<()> {
         let found = Expect::many(OP, name, tensor).sizes(sizes)?;
         found.dtype(self.projections.dtype, "the weights'")?.same_device("the weights", &self.projections.device)?;
         Ok(())

@@ -166,6 +166,16 @@ impl Case {
 
     /// Computes the weights of a row, in plain loops.
     pub fn weights(&self, data: &Data<f64>, row: usize) -> RowWeights {
+        self.weights_with_relative_bias(data, row, |_| 0.0)
+    }
+
+    /// Computes the weights of a row with a relative bias for each key of its range, in plain loops.
+    pub fn weights_with_relative_bias(
+        &self,
+        data: &Data<f64>,
+        row: usize,
+        relative_bias: impl Fn(usize) -> f64,
+    ) -> RowWeights {
         let AttentionDims { h, h_kv, t_q, t_kv, d, .. } = self.dims;
         let QueryIndex { batch, head, query } = self.row(row);
         let range = &self.ranges[batch * t_q + query];
@@ -177,11 +187,11 @@ impl Case {
             let products = (0..d).map(|n| data.q[row * d + n] * data.k[key_row * d + n]);
             let score = 0.7 * products.sum::<f64>();
             if !self.has_modifiers {
-                return score;
+                return score + relative_bias(key);
             }
             let distance = f64::from((data.positions[batch * t_q + query] - key as f32).abs());
-            2.0 * (score / 2.0).tanh() - f64::from(data.slopes[head]) * distance
-                + f64::from(data.bias[query * t_kv + key])
+            let capped = 2.0 * (score / 2.0).tanh() - f64::from(data.slopes[head]) * distance;
+            capped + relative_bias(key) + f64::from(data.bias[query * t_kv + key])
         };
         let powers: Vec<f64> = (0..t_kv).map(|key| score(key).exp()).collect();
         let sink = if self.has_modifiers { f64::from(data.sinks[head]).exp() } else { 0.0 };

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{Biases, with_relative_bias};
 use crate::cpu::InstructionSet;
 use crate::cpu::tests::numbers;
-use crate::flash::tests::case::{Case, Data, FOR_BACKWARD, QueryIndex};
+use crate::flash::tests::case::{Case, Data, FOR_BACKWARD, QueryIndex, RowWeights};
 use crate::flash::tests::on_miri_only_scalar;
 use crate::flash::{
     AttentionBackwardProblem, AttentionDims, OutputLayout, PerInput, RequestedGradients, RequestedResults,
@@ -119,10 +119,11 @@ struct Plain {
 impl Plain {
     fn new(call: &RandomCall, data: &Data<f32>, output_grad: &[f32]) -> Self {
         let RandomCall { case, biases } = call;
-        let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = case.dims;
+        let AttentionDims { b, h, h_kv, t_q, t_kv, d_v, .. } = case.dims;
+        let data = data.clone().widened(case.q8);
         let mut plain = Self {
             output: vec![0.0; b * h * t_q * d_v],
-            weights: vec![0.0; b * h * t_q * t_kv],
+            weights: Vec::with_capacity(b * h * t_q * t_kv),
             gradient: vec![0.0; biases.data.len()],
         };
         for row in 0..b * h * t_q {
@@ -132,15 +133,10 @@ impl Plain {
             let entry = |key: usize| {
                 sequence * biases.of_sequence + head * biases.len + (i128::from(origin) + key as i128) as usize
             };
+            let bias = |key: usize| f64::from(biases.data[entry(key)]);
+            let RowWeights { weights, .. } = case.weights_with_relative_bias(&data, row, bias);
             let keys = case.ranges[sequence * t_q + query].clone();
-            let weights = &mut plain.weights[row * t_kv..][..t_kv];
-            for key in keys.clone() {
-                let products = (0..d).map(|n| f64::from(data.q[row * d + n]) * f64::from(data.k[key_row(key) * d + n]));
-                weights[key] = (0.7 * products.sum::<f64>() + f64::from(biases.data[entry(key)])).exp();
-            }
-            let sum: f64 = weights.iter().sum();
-            weights.iter_mut().filter(|weight| **weight > 0.0).for_each(|weight| *weight /= sum);
-            let value = |key: usize, n: usize| f64::from(data.v[key_row(key) * d_v + n]);
+            let value = |key: usize, n: usize| data.v[key_row(key) * d_v + n];
             let grad = |n: usize| f64::from(output_grad[row * d_v + n]);
             let weight_grad = |key: usize| (0..d_v).map(|n| grad(n) * value(key, n)).sum::<f64>();
             let delta: f64 = keys.clone().map(|key| weights[key] * weight_grad(key)).sum();
@@ -150,6 +146,7 @@ impl Plain {
                 }
                 plain.gradient[entry(key)] += weights[key] * (weight_grad(key) - delta);
             }
+            plain.weights.extend(weights);
         }
         plain
     }
