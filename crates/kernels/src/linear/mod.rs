@@ -20,6 +20,7 @@
 mod code_blocks;
 mod code_numbers;
 mod code_packing;
+mod code_scales;
 mod codes;
 mod epilogue;
 mod matrix;

@@ -6,6 +6,7 @@ mod facts;
 mod fields;
 mod fused;
 mod graph;
+mod group_numbers;
 mod linear_reader;
 mod low_rank;
 mod nearest;
@@ -33,6 +34,7 @@ pub use facts::Fact;
 pub use fields::{Synonym, explain_unknown_field, optional_variant, unknown_field, variant};
 pub use fused::{FusedRows, FusedTensor, StoredDims};
 pub use graph::{IntoStorage, gradient_of, is_linked, record, record_two, reshape_linked, transpose_linked};
+pub use group_numbers::GroupNumbers;
 pub use low_rank::LowRankUpdate;
 pub use nearest::{did_you_mean, edits, nearest};
 pub use optional_ref::OptionalRef;
@@ -41,7 +43,7 @@ pub use parameters::{Parameter, WeightAndBias, frozen, part, save, variables_wit
 pub use product::{matmul, matmul_by_head, matmul_ready};
 pub use quantization::{ConfigMethod, QuantizationSigns};
 pub use quantize::QuantizationFormat;
-pub use quantized_weight::{CodeValues, Float8, GroupNumbers, QuantizedWeight};
+pub use quantized_weight::{CodeValues, Float8, QuantizedWeight};
 pub use query_heads::QueryHeadOrder;
 pub use reader::{
     DRAWN_THEN_ZEROED, LINEAR_WEIGHT, ParameterReader, SCALES, WholeTensors, has, linear_bias, missing_tensor_hint,

@@ -3,7 +3,8 @@
 use candle_core::{DType, Result, Tensor, bail};
 use half::f16;
 
-use super::quantized_weight::{CodeValues, GroupNumbers, QuantizedWeight};
+use super::group_numbers::GroupNumbers;
+use super::quantized_weight::{CodeValues, QuantizedWeight};
 use super::rowwise::to_vec;
 use super::{Dim, Expect};
 

@@ -11,7 +11,8 @@ use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 
 use super::facts::{is_claimed_by_all, name_of_codes};
-use super::quantized_weight::{CodeValues, Float8, GroupNumbers, QuantizedWeight};
+use super::group_numbers::GroupNumbers;
+use super::quantized_weight::{CodeValues, Float8, QuantizedWeight};
 
 const OP: &str = "quantized_weight";
 

@@ -6,6 +6,7 @@ mod cuda;
 mod cuda_codes;
 mod forward;
 mod gated;
+mod kernel_codes;
 mod matrix;
 mod product;
 mod projections;
