@@ -172,15 +172,15 @@ fn key_lists_with_modifiers_of_all_keys_are_a_boolean_mask() -> Result<()> {
     check_close(&weights, &expected, 0.0, "weights")?;
     let wanted = StatisticsOptions::default().with_top_keys(2);
     let (_, found) = scaled_dot_product_attention_with_statistics(&q, &k, &v, &listed, &options, &wanted)?;
-    let (_, expected) = scaled_dot_product_attention_with_statistics(&q, &k, &v, &as_mask, &options, &wanted)?;
-    check_close(&found.entropy, &expected.entropy, 0.0, "entropy")?;
-    check_close(&found.key_weight_sums, &expected.key_weight_sums, 0.0, "sums")?;
+    let (_, right) = scaled_dot_product_attention_with_statistics(&q, &k, &v, &as_mask, &options, &wanted)?;
+    check_close(&found.entropy, &right.entropy, 0.0, "entropy")?;
+    check_close(&found.key_weight_sums, &right.key_weight_sums, 0.0, "sums")?;
     // Lists of two masks: the keys that both name.
     let others = PROMPT.entries(random);
     let both = listed.and(&AttentionMask::none().with_key_lists(&PROMPT.lists(&others)?));
     let both_as_mask = as_mask.with_bool_mask(&PROMPT.mask(&others)?);
-    let found = scaled_dot_product_attention(&q, &k, &v, &both, &options)?;
-    check_close(&found, &scaled_dot_product_attention(&q, &k, &v, &both_as_mask, &options)?, 0.0, "both")
+    let of_both = scaled_dot_product_attention(&q, &k, &v, &both, &options)?;
+    check_close(&of_both, &scaled_dot_product_attention(&q, &k, &v, &both_as_mask, &options)?, 0.0, "both")
 }
 
 #[test]
@@ -193,11 +193,11 @@ fn key_lists_of_nothing_return_zeros_and_no_weight() -> Result<()> {
     assert!(lse.flatten_all()?.to_vec1::<f32>()?.iter().all(|&number| number == f32::NEG_INFINITY));
     // NaN in a key that no list names reaches no query.
     let named = KeyLists::new(&Tensor::new(&[[1u32, 4]; 7], &CPU)?)?;
-    let mask = AttentionMask::none().with_key_lists(&named);
-    let clean = scaled_dot_product_attention(&q, &k, &v, &mask, &SdpaOptions::default())?;
+    let some = AttentionMask::none().with_key_lists(&named);
+    let clean = scaled_dot_product_attention(&q, &k, &v, &some, &SdpaOptions::default())?;
     let poison = Tensor::full(f32::NAN, (2, 2, 80, 16), &CPU)?;
     let poisoned = Tensor::cat(&[&k.narrow(2, 0, 10)?, &poison], 2)?;
-    let found = scaled_dot_product_attention(&q, &poisoned, &v, &mask, &SdpaOptions::default())?;
+    let found = scaled_dot_product_attention(&q, &poisoned, &v, &some, &SdpaOptions::default())?;
     check_close(&found, &clean, 0.0, "output")
 }
 
