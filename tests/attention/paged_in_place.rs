@@ -24,9 +24,10 @@ fn plan_of_paged_sequences_says_whether_pages_are_read_in_place() -> Result<()> 
     let tracked = Var::from_tensor(&q)?;
     let of_gradients = plan(tracked.as_tensor(), &plain())?;
     let with_dropout = plan(&q, &plain().with_dropout(0.5, true))?;
-    for copied in [of_gradients, with_dropout] {
+    let reasons = [(of_gradients, "an input is tracked for gradients"), (with_dropout, "weights are dropped")];
+    for (copied, reason) in reasons {
         assert_eq!(copied.backend, Backend::Fused);
-        assert!(copied.reason.ends_with(", over a copy of the pages"), "{copied}");
+        assert!(copied.reason.ends_with(&format!(", over a copy of the pages: {reason}")), "{copied}");
     }
     Ok(())
 }
@@ -43,7 +44,7 @@ fn plans_and_windows_over_pages_copy_no_keys() -> Result<()> {
     let window = AttentionMask::causal().with_window(9);
     let dropping = SdpaOptions::default().with_dropout(0.5, true);
     let copied = plan_paged(&q, &k_pool, &v_pool, &of_pages(1 << 20)?, &window, &dropping)?;
-    assert!(copied.reason.ends_with(", over a copy of the pages"), "{copied}");
+    assert!(copied.reason.ends_with(", over a copy of the pages: weights are dropped"), "{copied}");
 
     let options = SdpaOptions::default();
     let found = paged(&q, &k_pool, &v_pool, &of_pages(1 << 11)?, &window, &options)?;

@@ -43,11 +43,11 @@ pub struct KvScales<T> {
 
 /// Pools of pages that sequences share. With pages, keys (pages, H_kv, page size, D), values (pages, H_kv, page size,
 /// D_v) and scales (pages, H_kv, page size, 1) take the places of the tensors of a batch; key n of sequence b is row `n
-/// mod page size` of page `table[b][n / page size]`. T_kv is the largest number of keys of a sequence.
+/// mod page size` of page `table[b][n / page size]`. In a batch, T_kv is the largest number of keys of a sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct KvPages<T> {
-    /// (B, most pages) in u32: the pages of each sequence, in the order of its keys. An entry that no query's keys need
-    /// may be any number.
+    /// (B, most pages), or a row for each packed sequence: the pages of the sequence, in the order of its keys. CPU
+    /// kernels read u32, CUDA kernels i32. An entry that no query's keys need may be any number.
     pub table: T,
     /// The number of keys in a page.
     pub page_size: usize,

@@ -43,7 +43,7 @@ mutate "forward: no barrier before keys are overwritten" "$forward" forward.cuh 
     $'block_barrier();\n            if (n + 1 < last) load_forward_keys(block, next_key, 0);' 'if (n + 1 < last) load_forward_keys(block, next_key, 0);'
 mutate "forward: no wait for copies" "$forward" forward.cuh $'        wait_for_copies<0>();\n#if KEY_CODES' '#if KEY_CODES'
 mutate "forward: values behind the last key are read" "$forward" forward.cuh \
-    'block.value_row_bytes, first, end, block.thread' 'block.value_row_bytes, first, FORWARD_KEYS, block.thread'
+    'block.value_rows, key, first, end, block.thread' 'block.value_rows, key, first, FORWARD_KEYS, block.thread'
 mutate "forward: a mask that is one key too long" "$forward" forward.cuh '8 * c + e >= end' '8 * c + e > end'
 mutate "forward: a barrier in one warp only" "$forward" forward.cuh 'bool is_careful = false;' \
     'bool is_careful = false; if (block.warp_row == 0) block_barrier();'

@@ -8,6 +8,7 @@
 #include <vector>
 #include "attention.cu"
 #include "test_elements.h"
+#include "pages.h"
 
 // A tensor (B, H, T, D) with rows of elements, or of codes.
 template <class T> struct Rows {
@@ -122,6 +123,10 @@ struct Call {
     Scores<Element> element_bias;
     Scores<float> float_bias;
     Scores<u8> boolean_mask;
+#if KEY_PAGES
+    std::unique_ptr<Buffer<int>> page_table;
+    std::vector<Pool> pools;
+#endif
     AttentionArguments arguments;
 
     static std::vector<int> draw_starts(const Case& c, int longest, int empty) {
@@ -170,6 +175,9 @@ struct Call {
         if (c.has_special_keys) put_special_keys();
         if (c.has_special_queries) put_special_rows(q);
         if (c.has_special_gradients) put_special_rows(output_gradient);
+#if KEY_PAGES
+        place_in_pages();
+#endif
         protect_inputs();
     }
 
@@ -224,6 +232,8 @@ private:
     void draw_masks();
     void describe();
     void poison();
+    std::vector<std::vector<char>> used_keys() const;
+    void place_in_pages();
     void put_special_values();
     void protect_inputs();
     void put_special_keys();
@@ -235,8 +245,8 @@ inline void Call::protect_inputs() {
     const AttentionArguments& a = arguments;
     const void* inputs[] = {a.queries, a.keys, a.values, a.key_scales, a.value_scales, a.bias, a.boolean_mask,
                             a.alibi_slopes, a.relative_bias, a.relative_bias_origins, a.sinks, a.dropout_seed,
-                            a.cumulative_queries, a.cumulative_keys, a.first_positions, a.key_lengths, a.key_starts,
-                            a.prefix_lengths, a.first_keys, a.end_keys, a.output_gradient, a.log_sum_exp_gradient};
+                            a.cumulative_queries, a.cumulative_keys, a.page_table, a.first_positions, a.key_lengths,
+                            a.key_starts, a.prefix_lengths, a.first_keys, a.end_keys, a.output_gradient, a.log_sum_exp_gradient};
     for (const void* input : inputs)
         if (input) emulator::protect(input);
 }
@@ -368,14 +378,20 @@ inline void Call::describe() {
     a.bias_queries = c.one_query ? 1 : c.queries, a.bias_keys = c.one_key ? 1 : c.keys;
 }
 
-// Replaces the keys that no query attends to by NaN.
-inline void Call::poison() {
+// Returns whether a query attends to each key of each batch.
+inline std::vector<std::vector<char>> Call::used_keys() const {
     std::vector<std::vector<char>> is_used(key_batches(), std::vector<char>(key_count, 0));
     for (int b = 0; b < c.sequences; b++)
         for (int i = 0; i < queries_of(b); i++) {
             const Keys keys = attended(b, i);
             for (int j = keys.first; j < keys.end; j++) is_used[key_batch(b)][first_key(b) + j] = 1;
         }
+    return is_used;
+}
+
+// Replaces the keys that no query attends to by NaN.
+inline void Call::poison() {
+    const std::vector<std::vector<char>> is_used = used_keys();
     for (int b = 0; b < key_batches(); b++)
         for (int h = 0; h < c.key_heads; h++)
             for (int j = 0; j < key_count; j++) {
@@ -430,3 +446,37 @@ inline void Call::put_special_rows(Rows<Element>& rows) {
             rows.at(b, below(rows.heads), row, below(rows.width)) = to_element(special);
         }
 }
+
+#if KEY_PAGES
+// Copies keys and values to pages in a random order, some of which belong to no sequence. Kernels may access the pages
+// with a key that a query attends to, and no others: the table has a page far outside of the pools for the rest.
+inline void Call::place_in_pages() {
+    const int shift = 3 + below(4), page_size = 1 << shift, width = (most_keys + page_size - 1) / page_size + 1;
+    const std::vector<std::vector<char>> is_used = used_keys();
+    page_table.reset(new Buffer<int>(size_t(c.sequences) * width, "page_table"));
+    std::vector<PlacedPage> placed;
+    const int batches_with_pages = c.shares_keys ? 1 : c.sequences;
+    std::vector<int> order(size_t(batches_with_pages) * width * 2);
+    for (size_t n = 0; n < order.size(); n++) order[n] = int(n);
+    std::shuffle(order.begin(), order.end(), generator());
+    for (int b = 0; b < c.sequences; b++)
+        for (int n = 0; n < width; n++) {
+            const int first = n * page_size, end = std::min(keys_of(b), first + page_size);
+            bool has_used = false;
+            for (int key = first; key < end; key++) has_used |= is_used[key_batch(b)][first_key(b) + key] != 0;
+            // Sequences that share keys have the same pages.
+            const int page = order[size_t(c.shares_keys ? 0 : b) * width + n];
+            (*page_table)[size_t(b) * width + n] = has_used ? page : 0x7ffffff0;
+            if (has_used) placed.push_back({page, key_batch(b), first_key(b) + first, end - first});
+        }
+    AttentionArguments& a = arguments;
+    a.page_table = page_table->data, a.page_table_width = width, a.page_shift = shift;
+    const Paging paging = {page_size, int(order.size()), c.is_bthd, &placed};
+    pools.emplace_back(paging, k, a.keys, a.key_strides, "pages of keys");
+    pools.emplace_back(paging, v, a.values, a.value_strides, "pages of values");
+#if KEY_CODES
+    pools.emplace_back(paging, k_scales, a.key_scales, a.key_scale_strides, "pages of key scales");
+    pools.emplace_back(paging, v_scales, a.value_scales, a.value_scale_strides, "pages of value scales");
+#endif
+}
+#endif

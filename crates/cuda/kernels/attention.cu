@@ -6,6 +6,7 @@
 #include "loads.cuh"
 #include "codes.cuh"
 #include "masks.cuh"
+#include "key_rows.cuh"
 #include "dropout.cuh"
 #include "modifiers.cuh"
 #include "softmax.cuh"

@@ -21,6 +21,8 @@ typedef float QueryScores[QUERY_ROW_TILES][QUERY_KEY_TILES][4];
 
 // The part of a call that a thread of a block computes, with the statistics of its rows.
 struct QueryGradientBlock : QueryBlock {
+    const char* key_rows;
+    const char* value_rows;
     float scale;       // from a difference of scores to an exponent of 2
     RowStatistics statistics[QUERY_ROW_TILES][2];
     float delta[QUERY_ROW_TILES][2];
@@ -133,7 +135,12 @@ KERNEL(attention_backward_queries, QUERY_THREADS, 1, AttentionArguments) {
     const Sequence sequence = load_sequence(arguments, place.sequence);
     if (place.block * QUERY_BLOCK >= sequence.query_count) return;
     QueryGradientBlock block;
-    start_query_block<QUERY_ROW_TILES, QUERY_BLOCK>(block, arguments, place, sequence, ELEMENT_BYTES);
+    start_query_block<QUERY_ROW_TILES, QUERY_BLOCK>(block, place, sequence);
+    const int key_head = place.head / (arguments.heads / arguments.key_heads);
+    block.key_rows = row_address(arguments.keys, arguments.key_strides, sequence.batch, key_head, sequence.first_key,
+                                 ELEMENT_BYTES);
+    block.value_rows = row_address(arguments.values, arguments.value_strides, sequence.batch, key_head,
+                                   sequence.first_key, ELEMENT_BYTES);
     const i64 first_row = sequence.first_query + block.first_query;
     load_head_tile<QUERY_BLOCK, QUERY_THREADS>(
         QUERY_QUERIES_AT,

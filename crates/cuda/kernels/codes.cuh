@@ -7,6 +7,7 @@
 #include "specialization.cuh"
 #include "device.cuh"
 #include "loads.cuh"
+#include "key_rows.cuh"
 #include "products.cuh"
 
 #if KEY_CODES
@@ -38,12 +39,22 @@ DEVICE void unpack_codes(u32 codes, u32& first, u32& second) {
 
 // Loads rows of `width` codes to rows of COLUMNS codes; 0 outside of [first_row, end_row) and behind the width.
 template <int ROWS, int COLUMNS, int PITCH, int THREADS>
-DEVICE void load_code_tile(u32 to, const char* from, i64 row_bytes, int first_row, int end_row, int width, int thread) {
-    const TileSource source = {from, row_bytes, 1, first_row, end_row, width};
+DEVICE void load_code_tile(u32 to, const KeyRows& codes, int key, int first_row, int end_row, int width, int thread) {
+    const KeyTileSource source = key_tile(codes, key, 1, first_row, end_row, width);
     load_tile<ROWS, COLUMNS / 16, PITCH, THREADS, ALIGNED_ROWS, 1>(to, source, thread);
 }
 
-// Loads the scales of rows; 0 outside of [first_row, end_row). `from` is the scale of row 0.
+// Loads the scales of rows from the one of `key` on; 0 outside of [first_row, end_row).
+template <int ROWS, int THREADS>
+DEVICE void load_scales(u32 to, const KeyRows& scales, int key, int first_row, int end_row, int thread) {
+    const KeyTileSource source = key_tile(scales, key, 4, first_row, end_row, 4);
+    for (int row = thread; row < ROWS; row += THREADS) {
+        const bool is_read = row >= first_row && row < end_row;
+        copy_async_4(to + row * 4, is_read ? source.row(row, true) : source.rows, is_read ? 4 : 0);
+    }
+}
+
+// Loads the scales of rows, which are a stride apart; 0 outside of [first_row, end_row). `from` is the scale of row 0.
 template <int ROWS, int THREADS>
 DEVICE void load_scales(u32 to, const float* from, i64 stride, int first_row, int end_row, int thread) {
     for (int row = thread; row < ROWS; row += THREADS) {

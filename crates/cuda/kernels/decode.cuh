@@ -12,6 +12,7 @@
 #include "loads.cuh"
 #include "codes.cuh"
 #include "masks.cuh"
+#include "key_rows.cuh"
 #include "modifiers.cuh"
 #include "softmax.cuh"
 
@@ -47,8 +48,8 @@ struct DecodeBlock {
     int end_tile;
     const char* key_rows;
     const char* value_rows;
-    const float* key_scales;
-    const float* value_scales;
+    const char* key_scales;
+    const char* value_scales;
     u32 ring_at;           // of the warp
 };
 
@@ -97,28 +98,36 @@ DEVICE void divide_keys(const AttentionArguments& arguments, DecodeBlock& block,
     block.end_tile = begin + smaller(tiles, (split + 1) * share);
 }
 
-// Loads a tile of keys and values of the warp, if there is such a tile.
+// Loads a tile of keys and values of the warp, if there is such a tile. Strides are read from the arguments each time,
+// which takes fewer registers.
 DEVICE void load_decode_tile(const AttentionArguments& arguments, const DecodeBlock& block, int tile, int slot) {
     if (tile < block.end_tile) {
         const int key = tile * DECODE_KEYS, first = block.keys.first - key, end = block.keys.end - key;
         const u32 to = block.ring_at + slot * DECODE_TILE_BYTES;
-        const i64 key_row_bytes = arguments.key_strides.row * DECODE_KEY_BYTES;
-        const i64 value_row_bytes = arguments.value_strides.row * DECODE_KEY_BYTES;
-        const char* keys = block.key_rows + key * key_row_bytes;
-        const char* values = block.value_rows + key * value_row_bytes;
+        const int index = block.sequence_index;
+        const KeyRows keys = rows_from(arguments, block.key_rows, arguments.key_strides, index, DECODE_KEY_BYTES);
+        const KeyRows values = rows_from(arguments, block.value_rows, arguments.value_strides, index, DECODE_KEY_BYTES);
 #if KEY_CODES
-        load_code_tile<DECODE_KEYS, HEAD_COLUMNS, DECODE_KEY_PITCH, 32>(to, keys, key_row_bytes, first, end, HEAD_DIM,
+        load_code_tile<DECODE_KEYS, HEAD_COLUMNS, DECODE_KEY_PITCH, 32>(to, keys, key, first, end, HEAD_DIM,
                                                                         block.lane);
         load_code_tile<DECODE_KEYS, DECODE_OUTPUT_COLUMNS, DECODE_VALUE_PITCH, 32>(
-            to + DECODE_TILE_VALUES_AT, values, value_row_bytes, first, end, VALUE_DIM, block.lane);
-        const i64 key_scale = arguments.key_scale_strides.row, value_scale = arguments.value_scale_strides.row;
-        load_scales<DECODE_KEYS, 32>(to + DECODE_TILE_SCALES_AT, block.key_scales + key * key_scale, key_scale, first,
-                                     end, block.lane);
-        load_scales<DECODE_KEYS, 32>(to + DECODE_TILE_SCALES_AT + DECODE_KEYS * 4,
-                                     block.value_scales + key * value_scale, value_scale, first, end, block.lane);
+            to + DECODE_TILE_VALUES_AT, values, key, first, end, VALUE_DIM, block.lane);
+        const u32 scales_to = to + DECODE_TILE_SCALES_AT;
+#if KEY_PAGES
+        const KeyRows key_scales = rows_from(arguments, block.key_scales, arguments.key_scale_strides, index, 4);
+        const KeyRows value_scales = rows_from(arguments, block.value_scales, arguments.value_scale_strides, index, 4);
+        load_scales<DECODE_KEYS, 32>(scales_to, key_scales, key, first, end, block.lane);
+        load_scales<DECODE_KEYS, 32>(scales_to + DECODE_KEYS * 4, value_scales, key, first, end, block.lane);
 #else
-        load_head_tile<DECODE_KEYS, 32>(to, keys, key_row_bytes, first, end, block.lane);
-        load_value_tile<DECODE_KEYS, 32>(to + DECODE_TILE_VALUES_AT, values, value_row_bytes, first, end, block.lane);
+        const i64 key_scale = arguments.key_scale_strides.row, value_scale = arguments.value_scale_strides.row;
+        load_scales<DECODE_KEYS, 32>(scales_to, (const float*)block.key_scales + key * key_scale, key_scale, first, end,
+                                     block.lane);
+        load_scales<DECODE_KEYS, 32>(scales_to + DECODE_KEYS * 4, (const float*)block.value_scales + key * value_scale,
+                                     value_scale, first, end, block.lane);
+#endif
+#else
+        load_key_tile<DECODE_KEYS, 32>(to, keys, key, first, end, block.lane);
+        load_key_values<DECODE_KEYS, 32>(to + DECODE_TILE_VALUES_AT, values, key, first, end, block.lane);
 #endif
     }
     commit_copies();
@@ -291,7 +300,13 @@ DEVICE float special_values(const AttentionArguments& arguments, const DecodeBlo
     first = larger(first, block.first_tile * DECODE_KEYS), end = smaller(end, block.end_tile * DECODE_KEYS);
     float sum = 0;
     for (int key = first; key < end; key++) {
+#if KEY_PAGES
+        const KeyRows values =
+            rows_from(arguments, block.value_rows, arguments.value_strides, block.sequence_index, ELEMENT_BYTES);
+        const float value = load_element(values.row(key), column);
+#else
         const float value = load_element(block.value_rows, key * arguments.value_strides.row + column);
+#endif
         if (is_finite(value)) continue;
         if (HAS_BOOLEAN_MASK) {
             const ScoreModifiers modifiers =
@@ -359,15 +374,13 @@ KERNEL(attention_decode, DECODE_THREADS, 1, AttentionArguments) {
     block.rows = smaller(DECODE_ROWS, block.sequence.query_count * block.group - block.first_row);
     if (block.rows <= 0) return;
     const Sequence& sequence = block.sequence;
-    block.key_rows = row_address(arguments.keys, arguments.key_strides, sequence.batch, block.key_head,
-                                 sequence.first_key, DECODE_KEY_BYTES);
-    block.value_rows = row_address(arguments.values, arguments.value_strides, sequence.batch, block.key_head,
-                                   sequence.first_key, DECODE_KEY_BYTES);
+    block.key_rows = first_key_row(arguments.keys, arguments.key_strides, sequence, block.key_head, DECODE_KEY_BYTES);
+    block.value_rows =
+        first_key_row(arguments.values, arguments.value_strides, sequence, block.key_head, DECODE_KEY_BYTES);
 #if KEY_CODES
-    block.key_scales = (const float*)row_address(arguments.key_scales, arguments.key_scale_strides, sequence.batch,
-                                                 block.key_head, sequence.first_key, 4);
-    block.value_scales = (const float*)row_address(arguments.value_scales, arguments.value_scale_strides,
-                                                   sequence.batch, block.key_head, sequence.first_key, 4);
+    block.key_scales = first_key_row(arguments.key_scales, arguments.key_scale_strides, sequence, block.key_head, 4);
+    block.value_scales =
+        first_key_row(arguments.value_scales, arguments.value_scale_strides, sequence, block.key_head, 4);
 #endif
     block.ring_at = DECODE_RING_AT + block.warp * DECODE_STAGES * DECODE_TILE_BYTES;
     load_decode_queries(arguments, block);

@@ -12,6 +12,7 @@
 #include "loads.cuh"
 #include "codes.cuh"
 #include "masks.cuh"
+#include "key_rows.cuh"
 #include "dropout.cuh"
 #include "modifiers.cuh"
 #include "query_block.cuh"
@@ -31,44 +32,40 @@ struct ForwardQueries {
     LeftFragment fragments[FORWARD_ROW_TILES][FORWARD_QUERIES_IN_REGISTERS ? HEAD_COLUMNS / 16 : 1];
 };
 
-// The part of a call that a thread of a block computes, with the strides of its keys and the scales of codes.
+// The part of a call that a thread of a block computes, with its keys and values and the scales of codes.
 struct ForwardBlock : QueryBlock {
     int sequence_index;
-    i64 key_row_bytes;
-    i64 value_row_bytes;
-    const float* key_scales;
-    const float* value_scales;
-    i64 key_scale_stride;
-    i64 value_scale_stride;
+    KeyRows key_rows;
+    KeyRows value_rows;
+#if KEY_CODES
+    KeyRows key_scales;
+    KeyRows value_scales;
+#endif
 };
 
 DEVICE void load_forward_keys(const ForwardBlock& block, int key, int stage) {
-    const char* from = block.key_rows + key * block.key_row_bytes;
     const int first = block.keys.first - key, end = block.keys.end - key;
 #if KEY_CODES
     load_code_tile<FORWARD_KEYS, HEAD_COLUMNS, HEAD_COLUMNS, FORWARD_THREADS>(
-        FORWARD_KEY_CODES_AT, from, block.key_row_bytes, first, end, HEAD_DIM, block.thread);
+        FORWARD_KEY_CODES_AT, block.key_rows, key, first, end, HEAD_DIM, block.thread);
     load_scales<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_KEY_SCALES_AT + key / FORWARD_KEYS % 2 * FORWARD_KEYS * 4,
-                                               block.key_scales + key * block.key_scale_stride, block.key_scale_stride,
-                                               first, end, block.thread);
+                                               block.key_scales, key, first, end, block.thread);
 #else
-    load_head_tile<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_KEYS_AT + stage * FORWARD_KEYS * HEAD_PITCH, from,
-                                                  block.key_row_bytes, first, end, block.thread);
+    load_key_tile<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_KEYS_AT + stage * FORWARD_KEYS * HEAD_PITCH, block.key_rows,
+                                                 key, first, end, block.thread);
 #endif
 }
 
 DEVICE void load_forward_values(const ForwardBlock& block, int key, int stage) {
-    const char* from = block.value_rows + key * block.value_row_bytes;
     const int first = block.keys.first - key, end = block.keys.end - key;
 #if KEY_CODES
     load_code_tile<FORWARD_KEYS, VALUE_COLUMNS, VALUE_COLUMNS, FORWARD_THREADS>(
-        FORWARD_VALUE_CODES_AT, from, block.value_row_bytes, first, end, VALUE_DIM, block.thread);
+        FORWARD_VALUE_CODES_AT, block.value_rows, key, first, end, VALUE_DIM, block.thread);
     load_scales<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_VALUE_SCALES_AT + key / FORWARD_KEYS % 2 * FORWARD_KEYS * 4,
-                                               block.value_scales + key * block.value_scale_stride,
-                                               block.value_scale_stride, first, end, block.thread);
+                                               block.value_scales, key, first, end, block.thread);
 #else
-    load_value_tile<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_VALUES_AT + stage * FORWARD_KEYS * VALUE_PITCH, from,
-                                                   block.value_row_bytes, first, end, block.thread);
+    load_key_values<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_VALUES_AT + stage * FORWARD_KEYS * VALUE_PITCH,
+                                                   block.value_rows, key, first, end, block.thread);
 #endif
 }
 
@@ -210,13 +207,21 @@ DEVICE void multiply_forward_values(const ForwardBlock& block, const ForwardScor
 // Adds values that are not finite to the queries that attend to them.
 DEVICE void add_special_values(const AttentionArguments& arguments, const ForwardBlock& block, ForwardState& state) {
     const int first_row = block.warp_row + block.lane_row;
-    add_special_numbers(state.output, block.value_rows, arguments.value_strides.row, block.keys.first, block.keys.end,
-                        block.lane_column, VALUE_DIM, [&](int row, int key) {
-                            const int2 keys = load_shared<int2>(FORWARD_INTERVALS_AT + 8 * (first_row + row));
-                            return key >= keys.x && key < keys.y &&
-                                   (!HAS_BOOLEAN_MASK || load_boolean_mask(arguments, block.modifiers,
-                                                                           block.first_query + first_row + row, key));
-                        });
+    const auto is_reached = [&](int row, int key) {
+        const int2 keys = load_shared<int2>(FORWARD_INTERVALS_AT + 8 * (first_row + row));
+        return key >= keys.x && key < keys.y &&
+               (!HAS_BOOLEAN_MASK ||
+                load_boolean_mask(arguments, block.modifiers, block.first_query + first_row + row, key));
+    };
+#if KEY_PAGES
+#pragma unroll 1
+    for (int key = block.keys.first; key < block.keys.end; key++)
+        add_special_numbers(state.output, block.value_rows.row(key), 0, key, key + 1, block.lane_column, VALUE_DIM,
+                            is_reached);
+#else
+    add_special_numbers(state.output, block.value_rows.first, arguments.value_strides.row, block.keys.first,
+                        block.keys.end, block.lane_column, VALUE_DIM, is_reached);
+#endif
 }
 
 // Stores the output, which is multiplied by `growth` last, and the other results.
@@ -251,18 +256,18 @@ DEVICE void store_forward_output(const AttentionArguments& arguments, const Forw
 DEVICE ForwardBlock start_forward_block(const AttentionArguments& arguments, const BlockPlace& place,
                                         const Sequence& sequence) {
     ForwardBlock block;
-    start_query_block<FORWARD_ROW_TILES, FORWARD_QUERIES>(block, arguments, place, sequence, KEY_ELEMENT_BYTES);
-    block.sequence_index = place.sequence;
-    block.key_row_bytes = arguments.key_strides.row * KEY_ELEMENT_BYTES;
-    block.value_row_bytes = arguments.value_strides.row * KEY_ELEMENT_BYTES;
+    start_query_block<FORWARD_ROW_TILES, FORWARD_QUERIES>(block, place, sequence);
+    const int index = place.sequence, key_head = place.head / (arguments.heads / arguments.key_heads);
+    block.sequence_index = index;
+    block.key_rows =
+        rows_of_keys(arguments, arguments.keys, arguments.key_strides, sequence, index, key_head, KEY_ELEMENT_BYTES);
+    block.value_rows =
+        rows_of_keys(arguments, arguments.values, arguments.value_strides, sequence, index, key_head, KEY_ELEMENT_BYTES);
 #if KEY_CODES
-    const int key_head = place.head / (arguments.heads / arguments.key_heads);
-    block.key_scales = (const float*)row_address(arguments.key_scales, arguments.key_scale_strides, sequence.batch,
-                                                 key_head, sequence.first_key, 4);
-    block.value_scales = (const float*)row_address(arguments.value_scales, arguments.value_scale_strides,
-                                                   sequence.batch, key_head, sequence.first_key, 4);
-    block.key_scale_stride = arguments.key_scale_strides.row;
-    block.value_scale_stride = arguments.value_scale_strides.row;
+    block.key_scales =
+        rows_of_keys(arguments, arguments.key_scales, arguments.key_scale_strides, sequence, index, key_head, 4);
+    block.value_scales =
+        rows_of_keys(arguments, arguments.value_scales, arguments.value_scale_strides, sequence, index, key_head, 4);
 #endif
     return block;
 }

@@ -69,20 +69,25 @@ struct TileSource {
     int first_row;      // rows outside of [first_row, end_row) are not read and become zeros
     int end_row;
     int width;          // bytes of a row; what is behind them becomes zeros
+    DEVICE_METHOD const char* row(int row, bool) const { return rows + row * row_bytes; }
 };
 
 // Loads ROWS rows of 16 * CHUNKS bytes, of numbers of SIZE bytes, with the THREADS threads of a group. IS_FULL: no
 // bytes are behind the width. With IS_ALIGNED the tile is there after a wait for copies and a barrier, otherwise after
 // a barrier.
-template <int ROWS, int CHUNKS, int PITCH, int THREADS, bool IS_ALIGNED, int SIZE, bool IS_FULL = false>
-DEVICE void load_tile(u32 to, const TileSource& source, int thread) {
+template <int ROWS, int CHUNKS, int PITCH, int THREADS, bool IS_ALIGNED, int SIZE, bool IS_FULL = false, class Source>
+DEVICE void load_tile(u32 to, const Source& source, int thread) {
     UNROLL for (int n = 0; n < (ROWS * CHUNKS + THREADS - 1) / THREADS; n++) {
         const int at = thread + n * THREADS;
         if (ROWS * CHUNKS % THREADS != 0 && at >= ROWS * CHUNKS) break;
         const int row = THREADS % CHUNKS == 0 ? thread / CHUNKS + n * (THREADS / CHUNKS) : at / CHUNKS;
         const int chunk = THREADS % CHUNKS == 0 ? thread % CHUNKS : at % CHUNKS;
         const bool is_read = row >= source.first_row && row < source.end_row;
+#if KEY_PAGES
+        const char* from = source.row(row, is_read);
+#else
         const char* from = source.rows + row * source.row_bytes;
+#endif
         const u32 chunk_to = to + row * PITCH + chunk * 16;
         if (IS_ALIGNED) {
             int bytes = is_read ? 16 : 0;

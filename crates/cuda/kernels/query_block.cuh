@@ -17,23 +17,15 @@ struct QueryBlock {
     int head;
     int first_query;   // of the block
     TileInterval keys;
-    const char* key_rows;
-    const char* value_rows;
     ScoreModifiers modifiers;
     Dropout dropout;
 };
 
-// Sets the rows of a thread, whose warp has ROW_TILES * 16 of the QUERIES of a block, and the keys of the block.
+// Sets the rows of a thread, whose warp has ROW_TILES * 16 of the QUERIES of a block.
 template <int ROW_TILES, int QUERIES>
-DEVICE void start_query_block(QueryBlock& block, const AttentionArguments& arguments, const BlockPlace& place,
-                              const Sequence& sequence, int key_bytes) {
+DEVICE void start_query_block(QueryBlock& block, const BlockPlace& place, const Sequence& sequence) {
     block.thread = thread_index(), block.lane = block.thread & 31;
     block.warp_row = (block.thread >> 5) * ROW_TILES * 16;
     block.lane_row = block.lane >> 2, block.lane_column = 2 * (block.lane & 3);
     block.sequence = sequence, block.head = place.head, block.first_query = place.block * QUERIES;
-    const int key_head = place.head / (arguments.heads / arguments.key_heads);
-    block.key_rows = row_address(arguments.keys, arguments.key_strides, sequence.batch, key_head, sequence.first_key,
-                                 key_bytes);
-    block.value_rows = row_address(arguments.values, arguments.value_strides, sequence.batch, key_head,
-                                   sequence.first_key, key_bytes);
 }

@@ -14,6 +14,8 @@
 // KEY_CODES                  1: keys and values are 8-bit codes, where a number is (code - 128) times the scale of
 //                            its row;
 //                            not in a backward pass
+// KEY_PAGES                  1: keys and values are rows of pages that a table lists for each sequence; not in a
+//                            backward pass
 // HAS_SOFTCAP, HAS_ALIBI, HAS_RELATIVE_BIAS, HAS_BOOLEAN_MASK
 // HAS_BIAS                   1: a bias of elements, 2: of f32
 // HAS_DROPOUT                not in the decode kernel

@@ -14,7 +14,8 @@ kernel_struct! {
         // ---- tensors of the forward pass ----
         /// (B, H, T_q, D), elements.
         pub queries: InputPointer<Elements>,
-        /// (B, H_kv, T_kv, D), elements, or codes with KEY_CODES.
+        /// (B, H_kv, T_kv, D), elements, or codes with KEY_CODES. With KEY_PAGES, keys, values and their scales are
+        /// pools of pages instead: (pages, H_kv, page size, ..).
         pub keys: InputPointer<Elements>,
         /// (B, H_kv, T_kv, D_v), as the keys.
         pub values: InputPointer<Elements>,
@@ -200,6 +201,13 @@ kernel_struct! {
         pub bias_queries: i32,
         /// The fourth size of `bias_gradient`: T_kv or 1.
         pub bias_keys: i32,
+        // ---- pages ----
+        /// (B, page_table_width), with KEY_PAGES: the pages of each sequence, in the order of its keys.
+        pub page_table: InputPointer<i32>,
+        /// The entries of a sequence in `page_table`.
+        pub page_table_width: i32,
+        /// The binary logarithm of the page size.
+        pub page_shift: i32,
     }
     /// The pairs of a query and a head that a block of the decode kernel works on.
     pub(crate) const DECODE_ROWS: usize = 16;

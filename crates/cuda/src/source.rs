@@ -46,6 +46,7 @@ const FILES: &[SourceFile] = source_files![
     "gate.cu",
     "gated_norm.cu",
     "key_block.cuh",
+    "key_rows.cuh",
     "linear_codes.cu",
     "linear_codes.cuh",
     "linear_pairs.cuh",

@@ -21,6 +21,8 @@ pub(crate) struct Specialization {
     pub value_dim: usize,
     /// Whether keys and values are codes of 8 bits.
     pub key_codes: bool,
+    /// Whether keys and values are in pages.
+    pub key_pages: bool,
     pub softcap: bool,
     pub alibi: bool,
     pub relative_bias: bool,
@@ -70,6 +72,7 @@ impl Specialization {
             head_dim,
             value_dim,
             key_codes: false,
+            key_pages: false,
             softcap: false,
             alibi: false,
             relative_bias: false,
@@ -140,6 +143,7 @@ impl Specialization {
             define("HEAD_DIM", self.head_dim as i64),
             define("VALUE_DIM", self.value_dim as i64),
             flag("KEY_CODES", self.key_codes),
+            flag("KEY_PAGES", self.key_pages),
             flag("HAS_SOFTCAP", self.softcap),
             flag("HAS_ALIBI", self.alibi),
             flag("HAS_RELATIVE_BIAS", self.relative_bias),

@@ -32,6 +32,7 @@ pub(crate) fn decoded(codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<T
 }
 
 /// Checked arguments of one attention call.
+#[derive(Clone)]
 pub(crate) struct Call {
     /// The name of the public function, for errors.
     pub op: &'static str,

@@ -6,8 +6,7 @@ use candle_core::{Result, Tensor};
 use super::call::{Call, decoded};
 use super::paged::PagedSequences;
 
-/// Returns a call over packed sequences in place of one over pages, with a copy of their keys and values. Other calls
-/// are returned as they are.
+/// Returns a call over packed sequences in place of one over pages, with a copy of their keys and values.
 pub(super) fn with_keys_in_one_piece(mut call: Call) -> Result<Call> {
     let Some(sequences) = call.attention.keys.pages.take() else { return Ok(call) };
     let attention = &mut call.attention;
@@ -21,6 +20,27 @@ pub(super) fn with_keys_in_one_piece(mut call: Call) -> Result<Call> {
         attention.k = decoded(&attention.k, &scales.k, attention.q.dtype())?;
         attention.v = decoded(&attention.v, &scales.v, attention.q.dtype())?;
         attention.kv_scales = None;
+    }
+    Ok(call)
+}
+
+/// Returns a call over packed sequences in place of one over pages, for its plan: keys and values have the sizes of a
+/// copy, without one, since all their rows are one row.
+pub(super) fn for_plan(mut call: Call) -> Result<Call> {
+    let Some(sequences) = call.attention.keys.pages.take() else { return Ok(call) };
+    let count = sequences.packed().total_keys();
+    let repeated = |pool: &Tensor| {
+        let (_, h_kv, _, width) = pool.dims4()?;
+        if count == 0 {
+            return Tensor::zeros((1, h_kv, 0, width), pool.dtype(), pool.device());
+        }
+        pool.narrow(0, 0, 1)?.narrow(2, 0, 1)?.broadcast_as((1, h_kv, count, width))
+    };
+    let attention = &mut call.attention;
+    attention.k = repeated(&attention.k)?;
+    attention.v = repeated(&attention.v)?;
+    if let Some(scales) = &mut attention.kv_scales {
+        *scales = KvScales { k: repeated(&scales.k)?, v: repeated(&scales.v)? };
     }
     Ok(call)
 }

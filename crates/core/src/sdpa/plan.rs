@@ -6,6 +6,7 @@ use candle_attention_call::RequestedResults;
 use candle_core::{DType, Device, Error, Result, bail};
 
 use super::call::Call;
+use super::cpu;
 use super::cuda::CudaPath;
 use super::dropout::DropoutDraw;
 use super::listed;
@@ -76,6 +77,27 @@ impl Choice {
             Some(reason) if call.backend == Backend::Fused => bail!("[{}] no fused path: {reason}", call.op),
             Some(reason) => Ok(Self::Reference { reason: format!("no kernel reads the key lists: {reason}") }),
         }
+    }
+
+    /// Returns the kernel that reads the pages of a call in place, or the reason why there is none.
+    ///
+    /// # Errors
+    /// If the processor lacks the requested instruction set.
+    pub(super) fn over_pages(call: &Call, wanted: RequestedResults) -> Result<std::result::Result<Self, String>> {
+        if call.backend == Backend::Reference {
+            return Ok(Err("requested".into()));
+        }
+        if let Some(reason) = unsupported_by_fused_paths(call, wanted) {
+            return Ok(Err(reason.into()));
+        }
+        Ok(match call.attention.q.device() {
+            Device::Cpu => match cpu::reason_to_copy(call, wanted) {
+                None => Ok(Self::Cpu(instruction_set(call)?)),
+                Some(reason) => Err(reason.into()),
+            },
+            Device::Cuda(_) => CudaPath::plan(call, wanted).map(|cuda_path| Self::Cuda(Box::new(cuda_path))),
+            Device::Metal(_) => Err("no Metal kernel reads pages".into()),
+        })
     }
 
     /// Returns whether a kernel runs the call that reads keys and values of 8 bits.

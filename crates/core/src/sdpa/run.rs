@@ -17,14 +17,21 @@ pub(crate) fn run(call: Call, wanted: RequestedResults) -> Result<Attended> {
         let choice = choose(&readable, wanted)?;
         return run_on(choice, readable, wanted);
     }
-    if cpu::reads_pages(&call, wanted)
-        && let Choice::Cpu(instruction_set) = choose(&call, wanted)?
-    {
-        return cpu::attend_over_pages(&call, instruction_set, wanted);
+    if call.attention.keys.pages.is_none() {
+        let choice = choose(&call, wanted)?;
+        return run_on(choice, call, wanted);
     }
-    let readable = gather::with_keys_in_one_piece(call)?;
-    let choice = choose(&readable, wanted)?;
-    run_on(choice, readable, wanted)
+    match Choice::over_pages(&call, wanted)? {
+        Ok(Choice::Cpu(instruction_set)) => cpu::attend_over_pages(&call, instruction_set, wanted),
+        Ok(Choice::Cuda(cuda_path)) => or_reference(&call, cuda_path.attend(wanted), || {
+            reference::attend(&gather::with_keys_in_one_piece(call.clone())?, wanted)
+        }),
+        _ => {
+            let copied = gather::with_keys_in_one_piece(call)?;
+            let choice = choose(&copied, wanted)?;
+            run_on(choice, copied, wanted)
+        }
+    }
 }
 
 /// Chooses the path of a call that can have the requested results.
@@ -58,14 +65,20 @@ pub(crate) fn plan(call: Call) -> Result<Plan> {
     if !call.attention.keys.lists.is_empty() {
         return plan_of_lists(call);
     }
-    let has_pages = call.attention.keys.pages.is_some();
-    let is_in_place = cpu::reads_pages(&call, wanted);
-    // Only the choice of a CUDA kernel depends on the layout of keys.
-    let planned = if call.attention.q.device().is_cuda() { gather::with_keys_in_one_piece(call)? } else { call };
-    let mut plan = Choice::new(&planned, wanted)?.plan();
-    if has_pages && plan.backend == Backend::Fused {
-        let note = if is_in_place { ", which reads pages in place" } else { ", over a copy of the pages" };
-        plan.reason.push_str(note);
+    if call.attention.keys.pages.is_none() {
+        return Ok(Choice::new(&call, wanted)?.plan());
+    }
+    let reason = match Choice::over_pages(&call, wanted)? {
+        Ok(choice) => {
+            let mut plan = choice.plan();
+            plan.reason.push_str(", which reads pages in place");
+            return Ok(plan);
+        }
+        Err(reason) => reason,
+    };
+    let mut plan = Choice::new(&gather::for_plan(call)?, wanted)?.plan();
+    if plan.backend == Backend::Fused {
+        plan.reason.push_str(&format!(", over a copy of the pages: {reason}"));
     }
     Ok(plan)
 }

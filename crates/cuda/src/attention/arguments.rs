@@ -1,7 +1,7 @@
 //! The tensors of a call as kernels read them: addresses, strides, and the alignment of both.
 
 use candle_attention_call::{
-    AttentionCall, BoundedKeys, Dropout, DropoutMask, FirstPosition, Input, Intervals, KvScales, OutputLayout,
+    AttentionCall, BoundedKeys, Dropout, DropoutMask, FirstPosition, Input, Intervals, KvPages, KvScales, OutputLayout,
     ScoreModifiers,
 };
 use candle_core::{DType, Result, Tensor, bail};
@@ -23,7 +23,7 @@ impl CudaAttention {
     /// # Errors
     /// If a tensor is on another device than the queries.
     pub(super) fn arguments<'t>(&'t self, operands: &mut Operands<'_, 't>) -> Result<AttentionArguments> {
-        let AttentionCall { dims: _, q, k, v, kv_scales, pages: _, keys, scores, output_layout: _ } = &self.call;
+        let AttentionCall { dims: _, q, k, v, kv_scales, pages, keys, scores, output_layout: _ } = &self.call;
         let sizes = &self.sizes;
         let mut arguments = AttentionArguments {
             queries: operands.input(Input::Q.name(), q)?,
@@ -39,6 +39,11 @@ impl CudaAttention {
             arguments.value_scales = operands.input(Input::ValueScales.name(), of_values)?;
             arguments.key_scale_strides = row_strides(of_keys);
             arguments.value_scale_strides = row_strides(of_values);
+        }
+        if let Some(KvPages { table, page_size }) = pages {
+            arguments.page_table = operands.input(Input::PageTable.name(), table)?;
+            arguments.page_table_width = table.dim(1)? as i32;
+            arguments.page_shift = page_size.trailing_zeros() as i32;
         }
         set_sizes(&mut arguments, sizes);
         set_keys(&mut arguments, operands, keys)?;
@@ -160,6 +165,7 @@ impl CudaAttention {
         });
         Specialization {
             key_codes: self.call.kv_scales.is_some(),
+            key_pages: self.call.pages.is_some(),
             softcap: softcap.is_some(),
             alibi: alibi_slopes.is_some(),
             relative_bias: relative_bias.is_some(),

@@ -1,7 +1,7 @@
 //! The sizes of a call, and the checks that its tensors fit together.
 
 use candle_attention_call::{
-    AttentionDims, BoundedKeys, DropoutMask, FirstPosition, Intervals, KvScales, PackedLengths, ScoreModifiers,
+    AttentionDims, BoundedKeys, DropoutMask, FirstPosition, Intervals, KvPages, KvScales, PackedLengths, ScoreModifiers,
 };
 use candle_core::{DType, Tensor};
 
@@ -64,11 +64,11 @@ impl CallSizes {
     pub fn of(call: &CudaCall) -> Result<Self, Unsupported> {
         let element = ElementType::of(call.q.dtype())
             .map_err(|_| Unsupported::new(format!("q is {:?}, expected f16, bf16 or f32", call.q.dtype())))?;
-        expect(call.pages.is_none(), || "keys and values are in pages, expected them in one piece".to_string())?;
         let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = call.dims;
         check_shape("q", &call.q, [b, h, t_q, d])?;
-        check_shape("k", &call.k, [b, h_kv, t_kv, d])?;
-        check_shape("v", &call.v, [b, h_kv, t_kv, d_v])?;
+        let KeyRowDims { count: batches, rows } = KeyRowDims::of(call)?;
+        check_shape("k", &call.k, [batches, h_kv, rows, d])?;
+        check_shape("v", &call.v, [batches, h_kv, rows, d_v])?;
         let mut sizes = Self {
             element,
             batch: b,
@@ -95,7 +95,8 @@ impl CallSizes {
         expect([t_q, t_kv, sizes.sequences].iter().all(|&count| count <= MAX_POSITION), || {
             format!("the call has {t_q} queries and {t_kv} keys, expected at most {MAX_POSITION}")
         })?;
-        check_rows(call, &sizes)?;
+        check_rows(call)?;
+        check_pages(call, &sizes)?;
         check_keys(&call.keys, &sizes)?;
         check_scores(call, &sizes)?;
         Ok(sizes)
@@ -123,13 +124,44 @@ impl CallSizes {
     }
 }
 
+/// The sizes of keys and values besides the heads and the width.
+struct KeyRowDims {
+    /// The batch size, or the number of pages.
+    count: usize,
+    /// T_kv, or the page size.
+    rows: usize,
+}
+
+impl KeyRowDims {
+    fn of(call: &CudaCall) -> Result<Self, Unsupported> {
+        let Some(KvPages { page_size, .. }) = &call.pages else {
+            return Ok(Self { count: call.dims.b, rows: call.dims.t_kv });
+        };
+        expect(page_size.is_power_of_two(), || format!("a page has {page_size} keys, expected a power of two"))?;
+        Ok(Self { count: call.k.dims().first().copied().unwrap_or(0), rows: *page_size })
+    }
+}
+
+/// Checks the table of pages, whose entries the kernels trust.
+fn check_pages(call: &CudaCall, sizes: &CallSizes) -> Result<(), Unsupported> {
+    let Some(KvPages { table, page_size }) = &call.pages else { return Ok(()) };
+    let least = sizes.longest_keys.div_ceil(*page_size);
+    let fits = matches!(*table.dims(), [sequences, pages] if sequences == sizes.sequences && pages >= least);
+    expect(fits && table.dims()[1] <= MAX_POSITION, || {
+        let dims = table.dims();
+        format!("the table of pages has shape {dims:?}, expected ({}, {least} or more)", sizes.sequences)
+    })?;
+    check_vector("the table of pages", table, DType::I32, table.elem_count())?;
+    expect(call.scores.dropout.is_none(), || "weights are dropped, which is for keys in one piece".into())
+}
+
 /// Checks the shape of queries, keys or values.
 fn check_shape(name: &str, tensor: &Tensor, expected: [usize; 4]) -> Result<(), Unsupported> {
     expect(tensor.dims() == expected, || format!("{name} has shape {:?}, expected {expected:?}", tensor.dims()))
 }
 
 /// Checks the dtypes and the layouts of q, k and v, and the scales of codes.
-fn check_rows(call: &CudaCall, sizes: &CallSizes) -> Result<(), Unsupported> {
+fn check_rows(call: &CudaCall) -> Result<(), Unsupported> {
     let dtype = if call.kv_scales.is_some() { DType::U8 } else { call.q.dtype() };
     for (name, tensor, expected) in [("q", &call.q, call.q.dtype()), ("k", &call.k, dtype), ("v", &call.v, dtype)] {
         expect(tensor.dtype() == expected, || format!("{name} is {:?}, expected {expected:?}", tensor.dtype()))?;
@@ -139,7 +171,7 @@ fn check_rows(call: &CudaCall, sizes: &CallSizes) -> Result<(), Unsupported> {
     }
     let Some(KvScales { k, v }) = &call.kv_scales else { return Ok(()) };
     for (name, tensor) in [("the scales of k", k), ("the scales of v", v)] {
-        let expected = [sizes.batch, sizes.key_heads, sizes.keys, 1];
+        let expected = [call.k.dims()[0], call.k.dims()[1], call.k.dims()[2], 1];
         expect(tensor.dtype() == DType::F32, || format!("{name} are {:?}, expected f32", tensor.dtype()))?;
         expect(tensor.dims() == expected, || format!("{name} have shape {:?}, expected {expected:?}", tensor.dims()))?;
     }

@@ -100,7 +100,7 @@ fn modifier_cases() -> Vec<Case> {
     cases
 }
 
-/// Returns the calls whose tensors are not aligned, and those with keys of 8 bits.
+/// Returns the calls whose tensors are not aligned, and the calls with keys of 8 bits or in pages.
 fn layout_cases() -> Vec<Case> {
     let unaligned = Alignment { rows: false, bias: false, boolean_mask: false };
     let odd = Specialization { alignment: unaligned, ..Specialization::plain(ElementType::F16, 75, 33) };
@@ -118,6 +118,12 @@ fn layout_cases() -> Vec<Case> {
                 is_quick: head == 64,
             });
         }
+    }
+    for key_codes in [false, true] {
+        let specialization =
+            Specialization { key_codes, key_pages: true, ..Specialization::plain(ElementType::Bf16, 64, 64) };
+        let name = if key_codes { "bf16 d64 8 bits pages" } else { "bf16 d64 pages" };
+        cases.push(Case { name: name.into(), specialization, is_quick: true });
     }
     cases
 }
@@ -142,6 +148,7 @@ fn add_passes(case: &Case, limits: &Limits, entries: &mut Vec<CiProgram>) {
         add("decode", tile.program(&forward), vec![tile.kernel(&forward), DecodeTile::combine_kernel()]);
     }
     if !specialization.key_codes
+        && !specialization.key_pages
         && let Ok(tile) = BackwardTile::choose(specialization, limits.shared_bytes)
     {
         let kernels = tile.kernels(specialization);
@@ -185,8 +192,8 @@ mod tests {
             let names: BTreeSet<_> =
                 entries(&Limits::of_capability(capability)).into_iter().map(|entry| entry.name).collect();
             for case in plain_cases().into_iter().chain(modifier_cases()).chain(layout_cases()) {
-                let Specialization { dropout, key_codes, .. } = case.specialization;
-                let passes = [("forward", true), ("decode", !dropout), ("backward", !key_codes)];
+                let Specialization { dropout, key_codes, key_pages, .. } = case.specialization;
+                let passes = [("forward", true), ("decode", !dropout), ("backward", !key_codes && !key_pages)];
                 for (pass, _) in passes.into_iter().filter(|(_, is_expected)| *is_expected) {
                     let name = format!("{pass} {}", case.name);
                     let is_too_wide = name == "backward f32 d256" && capability.minor == 6;

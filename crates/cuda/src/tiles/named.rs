@@ -22,6 +22,7 @@ fn specialization(given: &mut Given) -> Result<Specialization, String> {
     let value_dim = given.take("VALUE_DIM", head_dim);
     Ok(Specialization {
         key_codes: given.flag("KEY_CODES", false),
+        key_pages: given.flag("KEY_PAGES", false),
         softcap: given.flag("HAS_SOFTCAP", false),
         alibi: given.flag("HAS_ALIBI", false),
         relative_bias: given.flag("HAS_RELATIVE_BIAS", false),
@@ -102,6 +103,9 @@ pub(crate) fn program_of_options(options: &str) -> Result<Program, String> {
             KernelSet::Decode => programs.push(decode.program(&specialization)),
             KernelSet::Backward if specialization.key_codes => {
                 return Err("codes have no gradients, expected KEY_CODES 0 with the backward kernels".into());
+            }
+            KernelSet::Backward if specialization.key_pages => {
+                return Err("keys in pages have no gradients, expected KEY_PAGES 0 with the backward kernels".into());
             }
             KernelSet::Backward if !backward.divides(&specialization) => {
                 return Err(format!("the warps do not divide the columns: {backward:?}"));

@@ -24,6 +24,24 @@ fn kernels_are_named_in_plain_words() -> Result<()> {
     Ok(())
 }
 
+/// Checks tables of pages for a call of two sequences of 90 keys.
+fn check_reasons_of_pages(call: &CudaCall) -> Result<()> {
+    let pool = |seed, width| numbers(seed, &[12, 2, 16, width], DType::F32);
+    let pools = CudaCall { k: pool(2, 16)?, v: pool(3, 32)?, ..call.clone() };
+    let with_table = |table: Tensor, page_size| {
+        let pages = Some(KvPages { table, page_size });
+        CudaCall { pages, ..pools.clone() }
+    };
+    let table = |dims: (usize, usize), dtype| Tensor::zeros(dims, dtype, &Device::Cpu);
+    assert_eq!(plan(&with_table(table((2, 6), DType::I32)?, 16)), plan(call));
+    let narrow = with_table(table((2, 5), DType::I32)?, 16);
+    check_reason(&narrow, "the table of pages has shape [2, 5], expected (2, 6 or more)");
+    check_reason(&with_table(table((2, 6), DType::U32)?, 16), "the table of pages is U32, expected I32");
+    check_reason(&with_table(table((2, 6), DType::I32)?, 12), "a page has 12 keys, expected a power of two");
+    check_reason(&with_table(table((2, 6), DType::I32)?, 8), "k has shape [12, 2, 16, 16], expected [12, 2, 8, 16]");
+    Ok(())
+}
+
 #[test]
 fn tensors_that_do_not_fit_are_a_reason() -> Result<()> {
     let call = MANY_QUERIES.call(DType::F32)?;
@@ -33,8 +51,7 @@ fn tensors_that_do_not_fit_are_a_reason() -> Result<()> {
     check_reason(&Sizes { d: 300, ..MANY_QUERIES }.call(DType::F32)?, "expected at most 256");
     check_reason(&MANY_QUERIES.call(DType::F64)?, "q is F64, expected f16, bf16 or f32");
     check_reason(&Sizes { t_kv: 0, ..MANY_QUERIES }.call(DType::F32)?, "the call is empty");
-    let pages = Some(KvPages { table: Tensor::zeros((2, 6), DType::U32, &Device::Cpu)?, page_size: 16 });
-    check_reason(&CudaCall { pages, ..call.clone() }, "keys and values are in pages, expected them in one piece");
+    check_reasons_of_pages(&call)?;
     check_reason(&Sizes { h: 3, ..MANY_QUERIES }.call(DType::F32)?, "which does not divide the 3 of q");
     let v = numbers(3, &[2, 2, 32, 90], DType::F32)?.transpose(2, 3)?;
     check_reason(&CudaCall { v, ..call }, "the last dimension of v is not contiguous");

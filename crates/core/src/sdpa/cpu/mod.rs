@@ -20,7 +20,7 @@ use candle_attention_kernels::flash::{self, CpuCall, Diagonals, KeysOfQueries};
 use candle_attention_modules::base::rowwise::{Read, TensorElement, read, with_float};
 use candle_attention_modules::init::TorchSeed;
 
-pub(super) use pages::{attend_over_pages, reads_pages};
+pub(super) use pages::{attend_over_pages, reason_to_copy};
 
 /// Returns the requested results.
 pub(super) fn attend(call: Call, instruction_set: InstructionSet, requested: RequestedResults) -> Result<Attended> {

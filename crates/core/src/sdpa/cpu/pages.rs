@@ -7,7 +7,7 @@ use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvPages, Reque
 use candle_core::{D, Result, Tensor, bail};
 
 use super::super::call::{Call, MaskedKeys};
-use super::super::options::{Backend, OutputLayout};
+use super::super::options::OutputLayout;
 use super::super::paged::PagedSequences;
 use super::super::prepared::prepared;
 use super::super::results::Attended;
@@ -15,18 +15,23 @@ use super::run;
 use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::base::rowwise::with_float;
 
-/// Returns whether the CPU kernel reads the pages of a call in place, if it runs the call. Gradients, dropout and
-/// statistics count keys through all sequences, and are computed from keys in one piece.
-pub(in crate::sdpa) fn reads_pages(call: &Call, wanted: RequestedResults) -> bool {
+/// Returns the reason why the CPU kernel does not read the pages of a call in place, if there is one. Gradients,
+/// dropout and statistics count keys through all sequences, and are computed from keys in one piece.
+pub(in crate::sdpa) fn reason_to_copy(call: &Call, wanted: RequestedResults) -> Option<&'static str> {
     let Dims { t_q, d_v, .. } = call.attention.dims;
-    call.attention.keys.pages.is_some()
-        && call.attention.q.device().is_cpu()
-        && call.backend != Backend::Reference
-        && call.dropout.is_none()
-        && wanted.statistics.is_none()
-        && !call.tracks_gradients()
-        && t_q > 0
-        && d_v > 0
+    if call.tracks_gradients() {
+        return Some("an input is tracked for gradients");
+    }
+    if call.dropout.is_some() {
+        return Some("weights are dropped");
+    }
+    if wanted.statistics.is_some() {
+        return Some("statistics of the weights are requested");
+    }
+    if t_q == 0 || d_v == 0 {
+        return Some("there are no scores");
+    }
+    None
 }
 
 /// Attends to the pages of a call in place.

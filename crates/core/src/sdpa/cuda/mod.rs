@@ -5,6 +5,7 @@
 
 mod bounded_keys;
 mod graph;
+mod pages;
 #[cfg(test)]
 mod tests;
 
@@ -63,7 +64,10 @@ impl CudaPath {
             return Err("there are no scores, for which the CUDA kernels do not run".into());
         }
         let keys = bounded_keys::bounded_keys(call).map_err(|error| first_line(&error))?;
-        let cuda_call = prepared(call, keys, dropout).map_err(|error| first_line(&error))?;
+        let mut cuda_call = prepared(call, keys, dropout).map_err(|error| first_line(&error))?;
+        if let Some(sequences) = &call.attention.keys.pages {
+            cuda_call.pages = Some(pages::on_device(sequences, &call.attention.k).map_err(|error| first_line(&error))?);
+        }
         let attention = CudaAttention::new(cuda_call).map_err(|reason| reason.to_string())?;
         let kernel = attention.plan().map_err(|reason| reason.to_string())?;
         let cuda_path = Self { attention, kernel, draws_seed };

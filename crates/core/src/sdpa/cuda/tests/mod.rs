@@ -10,6 +10,7 @@ mod large_biases;
 mod masks;
 mod modifiers;
 mod packed;
+mod pages;
 mod plans;
 mod problem;
 mod strides;
