@@ -29,7 +29,7 @@ impl GatedDeltaNet {
     /// # Errors
     /// For an input whose shape, dtype or device does not fit the layer, for padding that does not fit the input, for
     /// packed sequences that do not fit it or come with a cache or padding, for the cache of a layer or batch with
-    /// other shapes, and as [`gated_delta_rule`].
+    /// other shapes, and as [`gated_delta_rule`](crate::gated_delta_rule).
     pub fn forward_with<'a>(&self, input: impl Into<DeltaInput<'a>>) -> Result<Tensor> {
         let cfg = &self.config;
         let mut input = input.into();
