@@ -97,6 +97,11 @@ impl AttentionMask {
         Ok(sum)
     }
 
+    /// Returns whether a bias has other numbers for each head.
+    pub(crate) fn has_bias_by_head(&self) -> bool {
+        self.biases.iter().any(|bias| bias.dims().iter().rev().nth(2).is_some_and(|&heads| heads > 1))
+    }
+
     /// Returns the dtype of the bias, if there is exactly one.
     pub(crate) fn only_bias_dtype(&self) -> Option<DType> {
         match self.biases.as_slice() {

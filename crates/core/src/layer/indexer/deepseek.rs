@@ -150,8 +150,11 @@ impl KeyIndexer for DeepSeekIndexer {
         let dims = [b, 1, t_q, t_kv];
         let keys = keys.to_dtype(DType::F32)?.transpose(1, 2)?.contiguous()?;
         let allowed = mask.combined_bool_mask(dims, device)?;
-        // A bias for each head, which does not broadcast to one, says nothing about the keys of all heads.
-        let bias = mask.bias_tensor(dims, DType::F32, device).unwrap_or_default();
+        // A bias for each head says nothing about the keys of all heads.
+        let bias = match mask.has_bias_by_head() {
+            true => None,
+            false => mask.bias_tensor(dims, DType::F32, device)?,
+        };
         let mut chosen = vec![Vec::new(); b];
         let step = (SCORES / (b * num_heads * t_kv)).clamp(1, t_q);
         for start in (0..t_q).step_by(step) {
