@@ -317,6 +317,12 @@ fn key_lists_that_do_not_fit_are_errors() -> Result<()> {
         let found = error(lists);
         assert!(found.contains(text) && found.starts_with("[attention_mask]"), "{found:?}, expected {text:?}");
     }
+    // A batch without queries may have any size.
+    let of_batch = |t: usize| Tensor::zeros((1, 1, t, 4), DType::F32, &CPU)?.broadcast_as((1 << 56, 1, t, 4));
+    let lists = AttentionMask::none().with_key_lists(&of(0, &[0, 2])?);
+    let found =
+        scaled_dot_product_attention(&of_batch(0)?, &of_batch(3)?, &of_batch(3)?, &lists, &SdpaOptions::default());
+    assert!(found.expect_err("a large batch").to_string().contains("sequences does not fit in memory"));
     let of_part = AttentionMask::none().with_key_lists(&of(0, &[7, 2])?).of_part(2, 0..7, 0..90);
     assert!(of_part.expect_err("a part").to_string().contains("the mask has key lists"));
     Ok(())

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::tensors::{all_of, check_memory};
 use super::{AttentionMask, OP};
 use candle_attention_modules::base::rowwise::to_vec;
-use candle_attention_modules::base::{Dim, Expect, copied_to, number};
+use candle_attention_modules::base::{self, Dim, Expect, copied_to, number};
 
 /// The keys that each query may attend to, as lists of their numbers: a model's own choice, such as the best keys by
 /// the scores of an indexer. [`AttentionMask::with_key_lists`] adds them to a mask.
@@ -205,6 +205,11 @@ impl AttentionMask {
         self
     }
 
+    /// Returns whether the mask has lists of keys.
+    pub(crate) fn has_key_lists(&self) -> bool {
+        !self.key_lists.is_empty()
+    }
+
     /// Returns the lists of a call with `h` heads that may have lists, for a batch of `b` entries of `t_q` queries.
     /// `sequences` are all of its sequences, which are the entries of the batch, or packed in one entry.
     pub(crate) fn listed_keys(
@@ -253,10 +258,19 @@ impl AttentionMask {
 
     /// Returns the lists as one boolean mask that broadcasts to (B, H, T_q, T_kv); `None` if there are none.
     pub(super) fn mask_of_key_lists(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+        if !self.has_key_lists() {
+            return Ok(None);
+        }
         let [b, h, t_q, t_kv] = dims;
+        check_listed_sequences(b)?;
         let sequences: Vec<_> = (0..b).map(|sequence| ListedSequence { b: sequence, queries: 0..t_q, t_kv }).collect();
         bool_mask_of(&self.listed_keys(b, h, t_q, &sequences)?, dims, device)
     }
+}
+
+/// Checks that the sequences of a batch can be listed. A batch without queries may have any size.
+pub(crate) fn check_listed_sequences(b: usize) -> Result<()> {
+    base::check_memory(OP, format_args!("a list of {b} sequences"), &[b, size_of::<ListedSequence>()])
 }
 
 /// Returns the boolean mask of the keys that all lists name; `None` without lists.

@@ -31,7 +31,7 @@ pub use windows::Windows;
 pub(crate) use bounds::KeyBounds;
 pub(crate) use call_ranges::CallRanges;
 pub(crate) use chunks::KeyPositions;
-pub(crate) use key_lists::{ListPlace, ListedKeys, ListedSequence, bool_mask_of};
+pub(crate) use key_lists::{ListPlace, ListedKeys, ListedSequence, bool_mask_of, check_listed_sequences};
 pub(crate) use new_tokens::{NewTokenCall, NewTokenMask};
 pub(crate) use padding::OtherOffset;
 pub(crate) use placement::{PackedRows, Placement};

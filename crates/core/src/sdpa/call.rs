@@ -6,7 +6,9 @@ use super::dropout::DropoutDraw;
 use super::options::{Backend, OutputLayout, SdpaOptions};
 use super::packed::PackedSequences;
 use super::paged::PagedSequences;
-use crate::mask::{AttentionMask, CallRanges, FullyMaskedRows, ListedKeys, ListedSequence, RowRanges};
+use crate::mask::{
+    AttentionMask, CallRanges, FullyMaskedRows, ListedKeys, ListedSequence, RowRanges, check_listed_sequences,
+};
 use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, ScoreModifiers};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, is_addressable, transpose_linked};
@@ -334,6 +336,10 @@ fn check_sizes(op: &str, qkv: Qkv, dims: Dims, scores: [usize; 4]) -> Result<()>
 
 /// Returns the lists of keys of a mask, which have to fit a batch or packed sequences.
 fn listed(mask: &AttentionMask, dims: Dims, sequences: Option<&PackedSequences>) -> Result<Vec<ListedKeys>> {
+    if !mask.has_key_lists() {
+        return Ok(Vec::new());
+    }
+    check_listed_sequences(dims.b)?;
     mask.listed_keys(dims.b, dims.h_kv, dims.t_q, &listed_sequences(dims, sequences))
 }
 
