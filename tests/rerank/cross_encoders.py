@@ -11,7 +11,6 @@ activation. sentence-transformers pads batches of all pairs. Eager attention, f3
 import json
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 sys.dont_write_bytecode = True
@@ -20,7 +19,7 @@ sys.path.insert(0, str(HERE.parent / "sentence_embedding"))
 
 import torch
 from pipelines import DECODER, PIECES, SENTENCES, SIZES, SPECIAL, randomize
-from safetensors.torch import save_file
+from recording import Recorder, make_all
 from sentence_transformers import CrossEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
@@ -71,45 +70,19 @@ def tokenizer(pair=True, longest=16, **options):
     return tokens
 
 
-class Recorder:
-    """A folder with its runs."""
-
-    FOLDER = HERE / "cross_encoders"
+class PairRecorder(Recorder):
+    """Records scores of the question with each sentence."""
 
     def __init__(self, name, model=None):
-        self.path = self.FOLDER / name
-        shutil.rmtree(self.path, ignore_errors=True)
-        if model is not None:
-            model.eval().save(str(self.path), create_model_card=False)
-            (self.path / "generation_config.json").unlink(missing_ok=True)
-        self.runs = []
-        self.tensors = {}
+        super().__init__(HERE / "cross_encoders" / name, model)
 
     def add(self, name, args=(), files=None, **options):
         """Records a run on the folder as it is saved, with some files replaced."""
-        with tempfile.TemporaryDirectory() as folder:
-            copied = Path(folder) / "model"
-            shutil.copytree(self.path, copied)
-            for file, content in (files or {}).items():
-                (copied / file).write_text(json.dumps(content))
-            model = CrossEncoder(str(copied), model_kwargs=EAGER)
+        with self.copy(files) as path:
+            model = CrossEncoder(path, model_kwargs=EAGER)
             pairs = [(QUESTION, sentence) for sentence in SENTENCES]
             scores = model.predict(pairs, activation_fn=torch.nn.Identity(), convert_to_tensor=True, **options)
             self.record(name, args, files, scores)
-
-    def record(self, name, args, files, scores):
-        self.tensors[name] = scores.cpu().contiguous()
-        self.runs.append({"name": name, "args": list(args), **({"files": files} if files else {})})
-
-    def save(self):
-        save_file(self.tensors, self.path / "golden.safetensors")
-        (self.path / "golden.json").write_text(json.dumps(self.runs, indent=1) + "\n")
-        size = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
-        shown = {name: [round(score, 3) for score in scores.tolist()] for name, scores in self.tensors.items()}
-        print(self.path.name, shown, size, file=sys.stderr)
-
-    def read(self, file):
-        return json.loads((self.path / file).read_text())
 
 
 def saved(folder, auto, model_type, tokens, sizes):
@@ -131,7 +104,7 @@ def classifier(model_type, poolings=(), **options):
         tokens = tokenizer(**({"model_input_names": INPUTS} if model_type == "bert" else {}))
         path = saved(folder, AutoModelForSequenceClassification, model_type, tokens, sizes)
         prompts = {"query": "search query : "}
-        recorder = Recorder(model_type.replace("-", "_"), CrossEncoder(str(path), prompts=prompts))
+        recorder = PairRecorder(model_type.replace("-", "_"), CrossEncoder(str(path), prompts=prompts))
         recorder.add("default")
         recorder.add("query", ["--prompt-name", "query"], prompt_name="query")
         if model_type == "bert":
@@ -152,7 +125,7 @@ def qwen3_classifier(folder):
     sizes = {**DECODER, "num_labels": 1, "num_hidden_layers": 1, "max_position_embeddings": 64}
     tokens = tokenizer(longest=64, padding_side="left", chat_template=TEMPLATE)
     path = saved(folder, AutoModelForSequenceClassification, "qwen3", tokens, sizes)
-    recorder = Recorder("qwen3_classifier", CrossEncoder(str(path)))
+    recorder = PairRecorder("qwen3_classifier", CrossEncoder(str(path)))
     recorder.add("default")
     recorder.save()
 
@@ -166,7 +139,7 @@ def qwen3_template(folder):
     words = [VOCAB.index(word) for word in ("yes", "no")]
     prompts = {"web": "search a document", "song": "someone plays guitar"}
     modules = [model, LogitScore(*words)]
-    recorder = Recorder("qwen3_template", CrossEncoder(modules=modules, prompts=prompts, default_prompt_name="web"))
+    recorder = PairRecorder("qwen3_template", CrossEncoder(modules=modules, prompts=prompts, default_prompt_name="web"))
     recorder.add("default")
     recorder.add("song", ["--prompt-name", "song"], prompt_name="song")
     recorder.add("none", ["--prompt", ""], prompt="")
@@ -194,7 +167,7 @@ def gemma2_pair(folder):
     }
     path = saved(folder, AutoModelForCausalLM, "gemma2", tokens, sizes)
     model = Transformer(str(path), transformer_task="text-generation", model_kwargs=EAGER)
-    recorder = Recorder("gemma2_pair", CrossEncoder(modules=[model, LogitScore(VOCAB.index("yes"), VOCAB.index("no"))]))
+    recorder = PairRecorder("gemma2_pair", CrossEncoder(modules=[model, LogitScore(VOCAB.index("yes"), VOCAB.index("no"))]))
     recorder.add("default")
     name = "sentence_bert_config.json"
     settings = recorder.read(name)
@@ -210,7 +183,7 @@ def qwen3_card(folder):
     tokens = tokenizer(pair=False, longest=100, padding_side="left", chat_template=CHATS)
     sizes = {**DECODER, "num_hidden_layers": 1, "max_position_embeddings": 100, "tie_word_embeddings": False}
     path = saved(folder, AutoModelForCausalLM, "qwen3", tokens, sizes)
-    recorder = Recorder("qwen3_card")
+    recorder = PairRecorder("qwen3_card")
     shutil.copytree(path, recorder.path)
     (recorder.path / "generation_config.json").unlink(missing_ok=True)
     model = AutoModelForCausalLM.from_pretrained(path, **EAGER).eval()
@@ -262,14 +235,5 @@ KINDS = {
 }
 
 
-def main():
-    torch.set_num_threads(1)
-    for name, make in KINDS.items():
-        if sys.argv[1:] and name not in sys.argv[1:]:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            make(folder)
-
-
 if __name__ == "__main__":
-    main()
+    make_all(KINDS)

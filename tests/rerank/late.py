@@ -6,10 +6,7 @@ python tests/rerank/late.py [MODEL ..]    (packages: tests/hf/requirements.txt, 
 The files are as in `cross_encoders.py`; a folder is what `MultiVectorEncoder.save` writes.
 """
 
-import json
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 sys.dont_write_bytecode = True
@@ -17,8 +14,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import torch
-from cross_encoders import EAGER, QUESTION, Recorder
+from cross_encoders import EAGER, QUESTION
 from pipelines import SENTENCES, SIZES, randomize, tokenizer, transformer
+from recording import Recorder, make_all
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
@@ -30,15 +28,15 @@ TOKENS = {"module_input_name": "token_embeddings", "module_output_name": "token_
 
 
 class LateRecorder(Recorder):
-    FOLDER = HERE / "late"
+    """Records scores of the question with each sentence."""
+
+    def __init__(self, name, model):
+        super().__init__(HERE / "late" / name, model)
 
     def add(self, name, args=(), files=None, **options):
-        with tempfile.TemporaryDirectory() as folder:
-            copied = Path(folder) / "model"
-            shutil.copytree(self.path, copied)
-            for file, content in (files or {}).items():
-                (copied / file).write_text(json.dumps(content))
-            model = MultiVectorEncoder(str(copied), model_kwargs=EAGER)
+        """Records a run on the folder as it is saved, with some files replaced."""
+        with self.copy(files) as path:
+            model = MultiVectorEncoder(path, model_kwargs=EAGER)
             question = model.encode_query([QUESTION], **options)
             passages = model.encode_document(SENTENCES)
             self.record(name, ["--late", *args], files, model.similarity(question, passages)[0])
@@ -82,14 +80,5 @@ KINDS = {
 }
 
 
-def main():
-    torch.set_num_threads(1)
-    for name, make in KINDS.items():
-        if sys.argv[1:] and name not in sys.argv[1:]:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            make(folder)
-
-
 if __name__ == "__main__":
-    main()
+    make_all(KINDS)

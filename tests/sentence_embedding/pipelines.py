@@ -9,15 +9,14 @@ attention, f32.
 """
 
 import json
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from recording import Recorder, make_all
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
@@ -79,36 +78,20 @@ def transformer(folder, model_type, tokens, sizes, **options):
     return Transformer(str(path), model_kwargs={"attn_implementation": "eager"}, **options)
 
 
-class Recorder:
-    """A folder with its runs."""
+class PipelineRecorder(Recorder):
+    """Records vectors of the sentences."""
 
     def __init__(self, name, model):
-        self.path = HERE / "pipelines" / name
-        shutil.rmtree(self.path, ignore_errors=True)
-        model.eval().save(str(self.path), create_model_card=False)
-        (self.path / "generation_config.json").unlink(missing_ok=True)
-        self.runs = []
-        self.tensors = {}
+        super().__init__(HERE / "pipelines" / name, model)
 
     def add(self, name, args=(), files=None, similarity=False, **options):
         """Records a run on the folder as it is saved, with some files replaced."""
-        with tempfile.TemporaryDirectory() as folder:
-            copied = Path(folder) / "model"
-            shutil.copytree(self.path, copied)
-            for file, content in (files or {}).items():
-                (copied / file).write_text(json.dumps(content))
-            model = SentenceTransformer(str(copied), model_kwargs={"attn_implementation": "eager"})
+        with self.copy(files) as path:
+            model = SentenceTransformer(path, model_kwargs={"attn_implementation": "eager"})
             vectors = model.encode(SENTENCES, convert_to_tensor=True, **options).cpu()
-            self.tensors[name] = vectors.contiguous()
+            self.record(name, args, files, vectors)
             if similarity:
                 self.tensors[f"{name}.similarity"] = model.similarity(vectors, vectors).contiguous()
-        self.runs.append({"name": name, "args": list(args), **({"files": files} if files else {})})
-
-    def save(self):
-        save_file(self.tensors, self.path / "golden.safetensors")
-        (self.path / "golden.json").write_text(json.dumps(self.runs, indent=1) + "\n")
-        size = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
-        print(self.path.name, {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}, size, file=sys.stderr)
 
 
 def layers(folder):
@@ -126,8 +109,8 @@ def layers(folder):
     for seed, module in enumerate(modules[2:]):
         randomize(module, seed)
     prompts = {"query": "query : ", "document": "search document : "}
-    recorder = Recorder("layers", SentenceTransformer(modules=modules, prompts=prompts, similarity_fn_name="dot"))
-    settings = json.loads((recorder.path / "config_sentence_transformers.json").read_text())
+    recorder = PipelineRecorder("layers", SentenceTransformer(modules=modules, prompts=prompts, similarity_fn_name="dot"))
+    settings = recorder.read("config_sentence_transformers.json")
     name = "config_sentence_transformers.json"
     recorder.add("default", similarity=True)
     recorder.add("query", ["--prompt-name", "query"], prompt_name="query")
@@ -144,7 +127,7 @@ def layers(folder):
 def poolings(folder):
     """Every pooling, by new and old names, with and without the tokens of a prompt."""
     modules = [transformer(folder, "roberta", tokenizer(), {**SIZES, "pad_token_id": 0}), Pooling(16)]
-    recorder = Recorder("poolings", SentenceTransformer(modules=modules, prompts={"query": "query : ", "none": ""}))
+    recorder = PipelineRecorder("poolings", SentenceTransformer(modules=modules, prompts={"query": "query : ", "none": ""}))
     flags = [
         "cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken",
     ]
@@ -167,8 +150,8 @@ def poolings(folder):
 def letters(folder):
     """A tokenizer that does not lower letters, a model that says that they are, and lengths."""
     modules = [transformer(folder, "bert", tokenizer(lowers=False), SIZES), Pooling(16)]
-    recorder = Recorder("letters", SentenceTransformer(modules=modules))
-    settings = json.loads((recorder.path / "sentence_bert_config.json").read_text())
+    recorder = PipelineRecorder("letters", SentenceTransformer(modules=modules))
+    settings = recorder.read("sentence_bert_config.json")
     older = {"max_seq_length": 7, "do_lower_case": True, "model_args": {"attn_implementation": "eager"}}
     prompt = "The SKY is "
     recorder.add("kept", ["--prompt", prompt], prompt=prompt)
@@ -192,12 +175,12 @@ def router(folder):
     ]
     randomize(document[2], 3)
     both = Router.for_query_document(query_modules=query, document_modules=document, default_route="document")
-    recorder = Recorder("router", SentenceTransformer(modules=[both, Normalize()]))
+    recorder = PipelineRecorder("router", SentenceTransformer(modules=[both, Normalize()]))
     recorder.add("default")
     recorder.add("query", ["--task", "query"], task="query")
     recorder.add("document", ["--task", "document"], task="document")
     name = "router_config.json"
-    config = json.loads((recorder.path / name).read_text())
+    config = recorder.read(name)
     config["parameters"]["route_mappings"] = {"('classify', 'text')": "query", "(None, 'text')": "document"}
     recorder.add("mapped", ["--task", "classify"], {name: config}, task="classify")
     recorder.save()
@@ -210,7 +193,7 @@ def after_router(folder):
         randomize(modules[0], seed)
     modules = [transformer(folder, "bert", tokenizer(), {**SIZES, "num_hidden_layers": 1}), Pooling(16)]
     modules.append(Router(projections, default_route="left"))
-    recorder = Recorder("after_router", SentenceTransformer(modules=modules))
+    recorder = PipelineRecorder("after_router", SentenceTransformer(modules=modules))
     recorder.add("left")
     recorder.add("right", ["--task", "right"], task="right")
     recorder.save()
@@ -221,9 +204,9 @@ def qwen3_embedding(folder):
     tokens = tokenizer(template=(None, "[SEP]"), padding_side="left")
     modules = [transformer(folder, "qwen3", tokens, DECODER), Pooling(16, pooling_mode="lasttoken"), Normalize()]
     prompts = {"query": "query : a man eats \nsearch : ", "document": ""}
-    recorder = Recorder("qwen3_embedding", SentenceTransformer(modules=modules, prompts=prompts))
+    recorder = PipelineRecorder("qwen3_embedding", SentenceTransformer(modules=modules, prompts=prompts))
     name = "tokenizer_config.json"
-    settings = json.loads((recorder.path / name).read_text())
+    settings = recorder.read(name)
     for side in ["left", "right"]:
         recorder.add(side, files={name: {**settings, "padding_side": side}})
     assert torch.allclose(recorder.tensors["left"], recorder.tensors["right"], atol=1e-6)
@@ -239,7 +222,7 @@ def qwen2_bidirectional(folder):
     tokens = tokenizer(template=(None, "[SEP]"), padding_side="left")
     sizes = {**DECODER, "is_causal": False, "use_sliding_window": False}
     modules = [transformer(folder, "qwen2", tokens, sizes), Pooling(16, pooling_mode="lasttoken"), Normalize()]
-    recorder = Recorder("qwen2_bidirectional", SentenceTransformer(modules=modules))
+    recorder = PipelineRecorder("qwen2_bidirectional", SentenceTransformer(modules=modules))
     recorder.add("default")
     recorder.save()
 
@@ -259,7 +242,7 @@ def embedding_gemma(folder):
         randomize(module, seed)
     modules = [transformer(folder, "gemma3_text", tokens, sizes), Pooling(16), *projections, Normalize()]
     prompts = {"query": "search : query : ", "document": "document : "}
-    recorder = Recorder("embedding_gemma", SentenceTransformer(modules=modules, prompts=prompts))
+    recorder = PipelineRecorder("embedding_gemma", SentenceTransformer(modules=modules, prompts=prompts))
     recorder.add("default")
     recorder.add("query", ["--prompt-name", "query"], prompt_name="query")
     recorder.save()
@@ -272,7 +255,7 @@ def gte_published(folder):
     sizes = {**SIZES, "type_vocab_size": 1, "pad_token_id": 0}
     module = transformer(folder, "gte", tokenizer(), sizes)
     modules = [module, Pooling(16, pooling_mode="cls"), Normalize()]
-    recorder = Recorder("gte_published", SentenceTransformer(modules=modules))
+    recorder = PipelineRecorder("gte_published", SentenceTransformer(modules=modules))
     recorder.add("default")
     weights = {}
     for name, tensor in load_file(recorder.path / "model.safetensors").items():
@@ -292,7 +275,7 @@ def gte_published(folder):
     recorder.add("renamed")
     assert torch.equal(recorder.tensors["default"], recorder.tensors.pop("renamed"))
     recorder.runs.pop()
-    config = json.loads((recorder.path / "config.json").read_text())
+    config = recorder.read("config.json")
     theta = config.pop("rope_parameters")["rope_theta"]
     published = {
         **config, "model_type": "new", "rope_theta": theta, "rope_scaling": None, "pack_qkv": True,
@@ -306,7 +289,7 @@ def encoder(name, model_type, **options):
     """Returns a function that makes an encoder with mean pooling."""
     def make(folder):
         modules = [transformer(folder, model_type, tokenizer(), {**SIZES, **options}), Pooling(16), Normalize()]
-        recorder = Recorder(name, SentenceTransformer(modules=modules))
+        recorder = PipelineRecorder(name, SentenceTransformer(modules=modules))
         recorder.add("default")
         recorder.save()
     return make
@@ -334,14 +317,5 @@ KINDS = {
 }
 
 
-def main():
-    torch.set_num_threads(1)
-    for name, make in KINDS.items():
-        if sys.argv[1:] and name not in sys.argv[1:]:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            make(folder)
-
-
 if __name__ == "__main__":
-    main()
+    make_all(KINDS)
