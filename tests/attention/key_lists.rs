@@ -184,7 +184,7 @@ fn key_lists_with_modifiers_of_all_keys_are_a_boolean_mask() -> Result<()> {
 }
 
 #[test]
-fn key_lists_of_nothing_return_zeros_and_no_weight() -> Result<()> {
+fn key_lists_without_a_key_return_zeros() -> Result<()> {
     let [q, k, v] = PROMPT.qkv(&mut Random::new(3))?;
     let none = KeyLists::new(&Tensor::full(-1i64, (PROMPT.t_q, 2), &CPU)?)?;
     let mask = AttentionMask::none().with_key_lists(&none);

@@ -133,15 +133,15 @@ kernel_struct! {
         /// From a head of `relative_bias` to the next one.
         pub relative_bias_head_stride: i64,
         // ---- sizes ----
-        /// B, the sequences.
+        /// B, the number of sequences.
         pub sequences: i32,
-        /// H, the heads.
+        /// H, the number of heads.
         pub heads: i32,
-        /// H_kv, the heads of keys and values.
+        /// H_kv, the number of heads of keys and values.
         pub key_heads: i32,
-        /// T_q, the queries of a sequence, or of all packed sequences.
+        /// T_q, the number of queries of a sequence, or of all packed sequences.
         pub query_count: i32,
-        /// T_kv, the keys of a sequence, or of all packed sequences.
+        /// T_kv, the number of keys of a sequence, or of all packed sequences.
         pub key_count: i32,
         // ---- masks ----
         /// 0: the last query is at the last key of its sequence.
@@ -160,10 +160,10 @@ kernel_struct! {
         /// Entry (origin + key - query) is added to a score, 0 where there is none; key and query count in their
         /// sequence.
         pub relative_bias_origin: i32,
-        /// Entries of a head.
+        /// The number of entries of a head.
         pub relative_bias_length: i32,
         // ---- the launch ----
-        /// Decode: parts of the keys that blocks work on side by side.
+        /// Decode: the number of parts of the keys that blocks work on side by side.
         pub splits: i32,
         /// Blocks of a head of a sequence, in a grid over blocks * heads * sequences; decode: blocks of rows of a key
         /// head.

@@ -96,10 +96,11 @@ impl KeyLists {
 /// The queries of one sequence of a call, and the number of its keys.
 #[derive(Debug, Clone)]
 pub(crate) struct ListedSequence {
-    /// The batch entry of its queries.
+    /// The index of its queries in the batch.
     pub b: usize,
     /// Its queries in the batch entry.
     pub queries: Range<usize>,
+    /// The number of its keys.
     pub t_kv: usize,
 }
 

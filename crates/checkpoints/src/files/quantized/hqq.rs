@@ -39,9 +39,9 @@ struct Hqq {
     outputs: usize,
     inputs: usize,
     bits: usize,
-    /// The rows of the matrix of groups.
+    /// The number of rows of the matrix of groups.
     rows: usize,
-    /// The columns of the matrix of groups.
+    /// The number of columns of the matrix of groups.
     columns: usize,
     groups: GroupsAre,
 }

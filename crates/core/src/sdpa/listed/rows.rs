@@ -8,9 +8,9 @@ use candle_attention_modules::base::rowwise::{TASK_ELEMENTS, read, to_vec, with_
 /// A row of keys (B, H_kv, T_kv, D) of any head, or of a pool (pages, H_kv, page size, D).
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct StoredRow {
-    /// The batch entry, or the page.
+    /// The index in the batch, or of the page.
     pub entry: usize,
-    /// The row of the entry.
+    /// The index of the row in its head of the entry.
     pub row: usize,
 }
 
@@ -19,7 +19,7 @@ pub(super) struct SelectedRows {
     /// (blocks, heads with lists, n): rows past the end of a list are `None`.
     pub rows: Vec<Option<StoredRow>>,
     pub blocks: usize,
-    /// 1, or H_kv.
+    /// The number of heads with rows of their own: 1, or H_kv.
     pub heads: usize,
     pub n: usize,
 }
