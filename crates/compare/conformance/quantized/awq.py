@@ -62,10 +62,8 @@ def write_gemv(name, seed, group_size):
     for projection, (outputs, inputs) in shapes.items():
         module = f"model.layers.0.self_attn.{projection}"
         numbers = random.standard_normal((outputs, inputs), dtype=numpy.float32) * 0.2
-        grouped = numbers.reshape(outputs, -1, group_size)
-        low, high = grouped.min(-1), grouped.max(-1)
-        scales = ((high - low) / 15).astype(numpy.float16).astype(numpy.float32)
-        zeros = numpy.clip(numpy.round(-low / scales), 0, 15)
+        scales, zeros = common.rounded_groups(numbers, group_size)
+        scales = scales.astype(numpy.float32)
         linear = torch.nn.Linear(inputs, outputs, bias=False)
         linear.weight.data = torch.from_numpy(numbers)
         layer = AwqGEMVLinear(4, group_size, False, False, inputs, outputs)

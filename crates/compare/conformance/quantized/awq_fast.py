@@ -32,10 +32,7 @@ def write(name, seed):
     for projection, (outputs, inputs) in shapes.items():
         module = f"model.layers.0.self_attn.{projection}"
         numbers = random.standard_normal((outputs, inputs), dtype=numpy.float32) * 0.2
-        grouped = numbers.reshape(outputs, -1, GROUP)
-        low, high = grouped.min(-1), grouped.max(-1)
-        scales = ((high - low) / 15).astype(numpy.float16)
-        zeros = numpy.clip(numpy.round(-low / scales), 0, 15)
+        scales, zeros = common.rounded_groups(numbers, GROUP)
         codes = random.integers(0, 16, (outputs, inputs))
         wide_zeros, wide_scales = [numpy.repeat(own, GROUP, axis=1).astype(numpy.float64) for own in (zeros, scales)]
         linear = torch.nn.Linear(inputs, outputs, bias=False)

@@ -71,6 +71,14 @@ def whole_model(seed, dtype=numpy.float32):
     return found
 
 
+def rounded_groups(numbers, group):
+    """Returns the scales in f16 and the zeros of codes of 4 bits for groups of a row's numbers."""
+    grouped = numbers.reshape(len(numbers), -1, group)
+    low, high = grouped.min(-1), grouped.max(-1)
+    scales = ((high - low) / 15).astype(numpy.float16)
+    return scales, numpy.clip(numpy.round(-low / scales), 0, 15)
+
+
 def folder(name):
     """Returns the folder of a case, which is made if it is not there."""
     path = FOLDER / name
