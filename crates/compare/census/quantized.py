@@ -4,7 +4,7 @@
     python quantized.py
 
 A method is read where a folder of tests/weights/quantized has a model of it, or another test has: the tests compare each
-weight with its library's. All other methods have to be refused by name, which a test tries for each line of the page.
+weight with its library's, or with its formula where the library has none on a CPU. All other methods have to be refused by name, which a test tries for each line of the page.
 """
 
 import collections
@@ -68,7 +68,7 @@ def written():
         f"`crates/compare/census/quantized.py` writes this part. transformers {transformers.__version__} lists "
         f"{len(known)} methods of quantisation: {len(read)} are read, and {len(REFUSED)} are refused by name. The "
         f"{sum(models.values())} models in `tests/weights/quantized` have {sum(weights.values())} weights of linear layers, each "
-        f"with the bits of the library's own dequantised weight."
+        f"with the bits of its dequantised weight: the library's own, or by its formula where it has none on a CPU."
     )
     rows = [f"| `{method}` | {models[method]} | {weights[method]} | |" for method in known if method in models]
     rows += [f"| `{method}` | | | {ELSEWHERE[method]} |" for method in known if method not in models and method in read]

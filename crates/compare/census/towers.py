@@ -124,6 +124,13 @@ INPUTS = {
     "video_llama_3_vision": lambda config: patches(config, merge_sizes=torch.tensor([2, 2])),
 }
 
+
+
+def rows_from_one(inputs):
+    """Positions of one image in rows, counted from 1."""
+    return rows_in_order(inputs) + 1
+
+
 # Positions on axes of what the inputs are.
 POSITIONS = {
     "exaone4_5_vision": two_images,
@@ -133,9 +140,9 @@ POSITIONS = {
     "lfm3_vl_vision": two_images,
     "llama4_vision_model": one_image,
     "minimax_m3_vl_vision": with_time,
-    "muse_glimmer_vision": lambda _: rows_in_order(_) + 1,
-    "muse_spark_vision": lambda _: rows_in_order(_) + 1,
-    "paddleocr_vl_vision": lambda _: rows_in_order(_).flip(0),
+    "muse_glimmer_vision": rows_from_one,
+    "muse_spark_vision": rows_from_one,
+    "paddleocr_vl_vision": lambda inputs: rows_in_order(inputs).flip(0),
     "qwen2_5_omni_vision_encoder": two_images,
     "step3p5_vision": lambda _: grid(4, 4).flip(0),
     "video_llama_3_vision": two_images,

@@ -19,7 +19,7 @@ pub(super) struct SelectedRows {
     /// (blocks, heads with lists, n): rows past the end of a list are `None`.
     pub rows: Vec<Option<StoredRow>>,
     pub blocks: usize,
-    /// The number of heads with rows of their own: 1, or H_kv.
+    /// The number of heads that have separate rows: 1, or H_kv.
     pub heads: usize,
     pub n: usize,
 }
