@@ -5,6 +5,7 @@ use candle_attention::{
     scaled_dot_product_attention_varlen as varlen,
 };
 
+use crate::paged::random_rows;
 use crate::*;
 
 /// The sizes of a call, and its lists of keys.
@@ -79,16 +80,11 @@ impl Lists {
     }
 }
 
-/// Checks that numbers agree within `tolerance`.
+/// Checks that numbers agree within `tolerance`, and that none is NaN.
 #[track_caller]
-fn check_close(found: &Tensor, expected: &Tensor, tolerance: f32, what: &str) -> Result<()> {
-    assert_eq!(found.dims(), expected.dims(), "{what}");
-    let found = found.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-    let expected = expected.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-    for (i, (one, other)) in found.iter().zip(&expected).enumerate() {
-        assert!(one == other || (one - other).abs() <= tolerance, "{what}: entry {i} is {one}, expected {other}");
-    }
-    Ok(())
+fn check_close(found: &Tensor, expected: &Tensor, tolerance: f64, what: &str) {
+    assert!(values(expected).iter().all(|number| !number.is_nan()), "{what}: NaN is expected");
+    assert_close(found, expected, tolerance, what);
 }
 
 /// Checks output, log-sum-exp and gradients of a call with lists against the reference path with a boolean mask.
@@ -109,7 +105,7 @@ fn check_lists(sizes: Lists, mask: &AttentionMask, options: &SdpaOptions, dtype:
     let of = |mask_of_call: &AttentionMask, chosen: &SdpaOptions, qkv: [&Tensor; 3]| -> Result<Vec<Tensor>> {
         let (output, lse) = scaled_dot_product_attention_with_lse(qkv[0], qkv[1], qkv[2], mask_of_call, chosen)?;
         let plain = scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], mask_of_call, chosen)?;
-        check_close(&plain, &output, 0.0, "the output alone")?;
+        check_close(&plain, &output, 0.0, "the output alone");
         // A fully masked query has -inf.
         let finite = lse.eq(f64::NEG_INFINITY)?.where_cond(&lse.zeros_like()?, &lse)?;
         let joined = Tensor::cat(&[output.to_dtype(DType::F32)?, finite.unsqueeze(3)?], 3)?;
@@ -121,8 +117,8 @@ fn check_lists(sizes: Lists, mask: &AttentionMask, options: &SdpaOptions, dtype:
     let names = ["output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v", "gradient of sinks"];
     let tolerance = if dtype == DType::F32 { 2e-5 } else { 0.06 };
     for (n, name) in names.into_iter().enumerate() {
-        check_close(&specified[n], &expected[n], 0.0, name)?;
-        check_close(&found[n], &expected[n], tolerance, name)?;
+        check_close(&specified[n], &expected[n], 0.0, name);
+        check_close(&found[n], &expected[n], tolerance, name);
     }
     Ok(())
 }
@@ -169,18 +165,19 @@ fn key_lists_with_modifiers_of_all_keys_are_a_boolean_mask() -> Result<()> {
     let options = SdpaOptions::default();
     let weights = scaled_dot_product_attention_with_weights(&q, &k, &v, &listed, &options)?.weights;
     let expected = scaled_dot_product_attention_with_weights(&q, &k, &v, &as_mask, &options)?.weights;
-    check_close(&weights, &expected, 0.0, "weights")?;
+    check_close(&weights, &expected, 0.0, "weights");
     let wanted = StatisticsOptions::default().with_top_keys(2);
     let (_, found) = scaled_dot_product_attention_with_statistics(&q, &k, &v, &listed, &options, &wanted)?;
     let (_, right) = scaled_dot_product_attention_with_statistics(&q, &k, &v, &as_mask, &options, &wanted)?;
-    check_close(&found.entropy, &right.entropy, 0.0, "entropy")?;
-    check_close(&found.key_weight_sums, &right.key_weight_sums, 0.0, "sums")?;
+    check_close(&found.entropy, &right.entropy, 0.0, "entropy");
+    check_close(&found.key_weight_sums, &right.key_weight_sums, 0.0, "sums");
     // Lists of two masks: the keys that both name.
     let others = PROMPT.entries(random);
     let both = listed.and(&AttentionMask::none().with_key_lists(&PROMPT.lists(&others)?));
     let both_as_mask = as_mask.with_bool_mask(&PROMPT.mask(&others)?);
     let of_both = scaled_dot_product_attention(&q, &k, &v, &both, &options)?;
-    check_close(&of_both, &scaled_dot_product_attention(&q, &k, &v, &both_as_mask, &options)?, 0.0, "both")
+    check_close(&of_both, &scaled_dot_product_attention(&q, &k, &v, &both_as_mask, &options)?, 0.0, "both");
+    Ok(())
 }
 
 #[test]
@@ -198,7 +195,8 @@ fn key_lists_without_a_key_return_zeros() -> Result<()> {
     let poison = Tensor::full(f32::NAN, (2, 2, 80, 16), &CPU)?;
     let poisoned = Tensor::cat(&[&k.narrow(2, 0, 10)?, &poison], 2)?;
     let found = scaled_dot_product_attention(&q, &poisoned, &v, &some, &SdpaOptions::default())?;
-    check_close(&found, &clean, 0.0, "output")
+    check_close(&found, &clean, 0.0, "output");
+    Ok(())
 }
 
 #[test]
@@ -207,13 +205,9 @@ fn key_lists_of_packed_and_paged_sequences_match_separate_calls() -> Result<()> 
     let lens_q = [1usize, 5, 0, 2];
     let lens_kv = [70usize, 33, 20, 64];
     let (h, h_kv, d, n) = (4, 2, 16, 2);
-    let mut rows = |count: usize, heads: usize| -> Result<Tensor> {
-        let numbers: Vec<f32> = (0..count * heads * d).map(|_| random.between(-1.0, 1.0) as f32).collect();
-        Tensor::from_vec(numbers, (count, heads, d), &CPU)
-    };
-    let q = rows(8, h)?;
-    let k = rows(lens_kv.iter().sum(), h_kv)?;
-    let v = rows(lens_kv.iter().sum(), h_kv)?;
+    let q = random_rows(random, 8, h, d)?;
+    let k = random_rows(random, lens_kv.iter().sum(), h_kv, d)?;
+    let v = random_rows(random, lens_kv.iter().sum(), h_kv, d)?;
     let mut entries = Vec::new();
     for _ in 0..h_kv {
         for (t_q, t_kv) in lens_q.iter().zip(lens_kv) {
@@ -236,7 +230,7 @@ fn key_lists_of_packed_and_paged_sequences_match_separate_calls() -> Result<()> 
             let reference = SdpaOptions::default().with_backend(Backend::Reference);
             let (q, k, v) = (heads(&q, &queries)?, heads(&k, &keys)?, heads(&v, &keys)?);
             let expected = scaled_dot_product_attention(&q, &k, &v, &own_mask, &reference)?;
-            check_close(&heads(&found, &queries)?, &expected, 1e-5, "a sequence")?;
+            check_close(&heads(&found, &queries)?, &expected, 1e-5, "a sequence");
         }
     }
 
@@ -261,9 +255,10 @@ fn key_lists_of_packed_and_paged_sequences_match_separate_calls() -> Result<()> 
     let plan = plan_paged(&q, &k_pool, &v_pool, &sequences, &mask, &options)?;
     assert!(plan.reason.contains("over the listed keys"), "{plan}");
     let expected = varlen(&q, &k, &v, &packed, &mask, &options)?;
-    check_close(&paged(&q, &k_pool, &v_pool, &sequences, &mask, &options)?, &expected, 0.0, "pages")?;
+    check_close(&paged(&q, &k_pool, &v_pool, &sequences, &mask, &options)?, &expected, 0.0, "pages");
     let reference = options.with_backend(Backend::Reference);
-    check_close(&paged(&q, &k_pool, &v_pool, &sequences, &mask, &reference)?, &expected, 1e-5, "pages")
+    check_close(&paged(&q, &k_pool, &v_pool, &sequences, &mask, &reference)?, &expected, 1e-5, "pages");
+    Ok(())
 }
 
 #[test]
@@ -283,7 +278,7 @@ fn key_lists_in_a_layer_with_a_cache_match_one_call() -> Result<()> {
         let own_mask = AttentionMask::none().with_key_lists(&own);
         let part = xs.narrow(1, start, chunk)?;
         let input = AttentionInput::new(&part).with_mask(&own_mask).with_cache(&mut cache);
-        check_close(&layer.forward_with(input)?, &whole.narrow(1, start, chunk)?, 1e-5, "a chunk")?;
+        check_close(&layer.forward_with(input)?, &whole.narrow(1, start, chunk)?, 1e-5, "a chunk");
     }
     Ok(())
 }
