@@ -62,9 +62,14 @@ impl PageOfLayers {
     pub fn write(self, path: &Path) -> Result<()> {
         self.bar.finish_and_clear();
         self.page.write(path)?;
-        eprintln!("{}: {:.2} MB, to open in a browser", path.display(), std::fs::metadata(path)?.len() as f64 / 1e6);
-        Ok(())
+        print_size(path)
     }
+}
+
+/// Prints the size of a page that was written.
+pub fn print_size(path: &Path) -> Result<()> {
+    eprintln!("{}: {:.2} MB, to open in a browser", path.display(), std::fs::metadata(path)?.len() as f64 / 1e6);
+    Ok(())
 }
 
 /// Returns the text of each id, or its token if it has no text by itself.

@@ -6,6 +6,7 @@ use std::path::Path;
 use candle_core::Result;
 
 use crate::common::cannot;
+use crate::common::page::print_size;
 use crate::scheduler::RequestId;
 use crate::timeline::{Period, Timeline};
 
@@ -48,8 +49,7 @@ impl Picture {
     /// Writes the picture of a pool of `pages` pages, with the table of the run, and prints the size of the file.
     pub fn write(&self, path: &Path, pages: usize, table: &str) -> Result<()> {
         std::fs::write(path, self.html(pages, table)).map_err(cannot("write", path))?;
-        eprintln!("{}: {:.2} MB, to open in a browser", path.display(), std::fs::metadata(path)?.len() as f64 / 1e6);
-        Ok(())
+        print_size(path)
     }
 
     /// Returns the HTML file.
