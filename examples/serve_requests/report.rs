@@ -1,6 +1,5 @@
 //! The table at the end.
 
-use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use crate::scheduler::StepReport;
@@ -49,12 +48,11 @@ pub struct Totals {
 impl Totals {
     /// Adds a step.
     pub fn add(&mut self, step: &StepReport) {
-        let used: BTreeSet<u32> = step.pages.iter().flat_map(|of_request| &of_request.pages).copied().collect();
         self.steps += 1;
         self.tokens += step.tokens;
         self.most_tokens = self.most_tokens.max(step.tokens);
         self.preemptions += step.preempted.len();
-        self.most_pages = self.most_pages.max(used.len());
+        self.most_pages = self.most_pages.max(step.used_pages);
     }
 }
 
@@ -132,7 +130,7 @@ fn row(name: &str, mut times: Vec<f64>) -> String {
 }
 
 /// Returns the smallest of some sorted times that at least `percent` of them do not exceed.
-pub fn percentile(sorted: &[f64], percent: usize) -> f64 {
+fn percentile(sorted: &[f64], percent: usize) -> f64 {
     let rank = (sorted.len() * percent).div_ceil(100);
     sorted[rank.max(1) - 1]
 }

@@ -34,7 +34,10 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let weights = files.weights(args, &device, None)?;
     let model = with_bar("loading", "blocks", |loaded| CausalLm::load(&json, weights, loaded))?;
     let engine = Engine::new(&model, &page_table, args.kv_cache.as_deref())?;
-    let scheduler = Scheduler::new(page_table, args.limits())?;
+    let mut scheduler = Scheduler::new(page_table, args.limits())?;
+    if args.model.page.is_some() {
+        scheduler = scheduler.with_page_lists();
+    }
 
     let mut server = Server {
         engine,

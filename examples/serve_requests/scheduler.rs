@@ -67,7 +67,10 @@ pub struct StepReport {
     pub preempted: Vec<RequestId>,
     /// The generated tokens, one of each request at most.
     pub generated: Vec<GeneratedToken>,
-    /// The pages of each request in the step, of those that have ended too.
+    /// The number of pages that all requests had in the step, each counted once.
+    pub used_pages: usize,
+    /// The pages of each request in the step, of those that have ended too; empty without
+    /// [`with_page_lists`](Scheduler::with_page_lists).
     pub pages: Vec<RequestPages>,
 }
 
@@ -134,6 +137,8 @@ pub struct Scheduler {
     /// Requests without pages, in their order.
     waiting: VecDeque<Progress>,
     added: usize,
+    /// Whether reports list the pages of each request.
+    lists_pages: bool,
 }
 
 impl Scheduler {
@@ -150,7 +155,13 @@ impl Scheduler {
         if table.num_sequences() > 0 {
             bail!("[{OP}] the table has {} sequences, expected none", table.num_sequences())
         }
-        Ok(Self { table, limits, running: Vec::new(), waiting: VecDeque::new(), added: 0 })
+        let (running, waiting) = (Vec::new(), VecDeque::new());
+        Ok(Self { table, limits, running, waiting, added: 0, lists_pages: false })
+    }
+
+    /// Lists the pages of each request in the report of every step.
+    pub fn with_page_lists(self) -> Self {
+        Self { lists_pages: true, ..self }
     }
 
     /// Adds a request behind all others.
@@ -327,11 +338,14 @@ impl Scheduler {
     /// Notes the tokens that a step stored and generated, and removes the requests that have ended.
     fn advance(&mut self, counts: &[usize], next: &[u32], report: &mut StepReport) -> Result<()> {
         let page_size = self.table.page_size();
+        report.used_pages = self.table.used_pages();
         let mut next = next.iter();
         let mut ended = Vec::new();
         for (n, (request, &count)) in self.running.iter_mut().zip(counts).enumerate() {
-            let pages = self.table.pages_of(request.sequence)?.to_vec();
-            report.pages.push(RequestPages { request: request.progress.id, pages });
+            if self.lists_pages {
+                let pages = self.table.pages_of(request.sequence)?.to_vec();
+                report.pages.push(RequestPages { request: request.progress.id, pages });
+            }
             if count == 0 {
                 continue;
             }

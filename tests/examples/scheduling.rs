@@ -2,7 +2,7 @@
 //! sequence, which are read from its pages. So each request has the tokens that it has alone only if every page has the
 //! right contents.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_attention::PageTable;
 use candle_core::{Result, bail};
@@ -74,7 +74,7 @@ struct Server {
 impl Server {
     fn new(pages: usize, tokens: usize, chunk: usize, requests: usize) -> Result<Self> {
         let limits = Limits { tokens, chunk, requests };
-        let scheduler = Scheduler::new(PageTable::new(pages, PAGE)?, limits)?;
+        let scheduler = Scheduler::new(PageTable::new(pages, PAGE)?, limits)?.with_page_lists();
         let pool = Pool(vec![None; pages * PAGE]);
         Ok(Self { scheduler, pool, limits, generated: BTreeMap::new(), ended: Vec::new() })
     }
@@ -93,6 +93,8 @@ impl Server {
             assert!((0..sequences.len()).all(|s| (1..=limits.chunk).contains(&sequences.queries(s).len())));
             Ok(pool.run(input))
         })?;
+        let pages: BTreeSet<u32> = report.pages.iter().flat_map(|of_request| of_request.pages.clone()).collect();
+        assert_eq!(report.used_pages, pages.len());
         for generated in &report.generated {
             self.generated.entry(generated.request).or_default().push(generated.token);
             if generated.is_last {
