@@ -1,12 +1,14 @@
 //! Checkpoints of sentence-transformers against its vectors and scores. `tests/sentence_embedding/pipelines.py` and
 //! `cross_encoders.py` and `late.py` in `tests/rerank` write them.
 
+use std::path::PathBuf;
+
 use candle_core::{DType, Device, IndexOp, Result, Tensor, safetensors};
 use rayon::prelude::*;
 use serde_json::Value;
 
 use crate::common::{listed, read_json, recorded, relative_error};
-use crate::process::{Checkpoint, copy};
+use crate::process::{Checkpoint, Tensors, copy};
 
 const QUESTION: &str = "someone plays guitar in the rain";
 const SENTENCES: &str = "tests/sentence_embedding/sentences.txt";
@@ -21,12 +23,37 @@ fn replaced(folder: &std::path::Path, run: &Value) -> Result<tempfile::TempDir> 
     Ok(copied)
 }
 
-/// Runs every recorded case in batches of several sizes, and compares vectors, and the similarities that are printed.
-#[test]
-fn embeddings_of_pipelines_match_sentence_transformers() -> Result<()> {
+/// A recorded case of a checkpoint, as it is run.
+struct RecordedRun<'a> {
+    model: Checkpoint,
+    args: Vec<&'a str>,
+    /// The name of its numbers.
+    name: &'a str,
+    golden: &'a Tensors,
+    /// The description in failures.
+    what: String,
+}
+
+impl RecordedRun<'_> {
+    /// Runs the case, and compares the tensor of this name in the file that it writes.
+    fn check_written(&self, tensor: &str) -> Result<()> {
+        let written = safetensors::load_buffer(&self.model.written("--out", &self.args), &Device::Cpu)?;
+        let found = written[tensor].to_dtype(DType::F64)?;
+        let error = relative_error(&found, &self.golden[self.name].to_dtype(DType::F64)?);
+        assert!(error <= 1e-5, "{}: off by {error:e} of the largest", self.what);
+        Ok(())
+    }
+}
+
+/// Calls `check` with every recorded case of the checkpoints in these folders, in batches of several sizes. The
+/// arguments are `first`, those of the case, and the sentences.
+fn for_each_run(
+    folders: &[PathBuf],
+    example: &'static str,
+    first: &[&str],
+    check: impl Fn(&RecordedRun) -> Result<()> + Sync,
+) -> Result<()> {
     let device = std::env::var("TEST_DEVICE").unwrap_or("cpu".into());
-    let folders = listed(recorded("sentence_embedding").join("pipelines"));
-    assert_eq!(folders.len(), 15);
     folders.par_iter().try_for_each(|folder| {
         let golden = safetensors::load(folder.join("golden.safetensors"), &Device::Cpu)?;
         for (number, run) in read_json::<Value>(folder.join("golden.json")).as_array().expect("runs").iter().enumerate()
@@ -34,30 +61,37 @@ fn embeddings_of_pipelines_match_sentence_transformers() -> Result<()> {
             let name = run["name"].as_str().expect("a name");
             let what = format!("{} {name}", folder.display());
             let copied = replaced(folder, run)?;
-            let model = Checkpoint { example: "sentence_embedding", path: copied.path().into() };
-            let options = run["args"].as_array().expect("options").iter().map(|word| word.as_str().expect("a word"));
+            let model = Checkpoint { example, path: copied.path().into() };
+            let mut args = first.to_vec();
+            args.extend(run["args"].as_array().expect("options").iter().map(|word| word.as_str().expect("a word")));
             // Later batches are of longer texts.
             let batch = ["32", "2", "4"][number % 3];
-            let fixed = ["--file", SENTENCES, "--device", &device, "--batch", batch];
-            let args: Vec<_> = options.chain(fixed).collect();
-            let written = safetensors::load_buffer(&model.written("--out", &args), &Device::Cpu)?;
-            let vectors = written["embeddings"].to_dtype(DType::F64)?;
-            let error = relative_error(&vectors, &golden[name].to_dtype(DType::F64)?);
-            assert!(error <= 1e-5, "{what}: off by {error:e} of the largest");
+            args.extend(["--file", SENTENCES, "--device", &device, "--batch", batch]);
+            check(&RecordedRun { model, args, name, golden: &golden, what })?;
+        }
+        Ok(())
+    })
+}
 
-            if let Some(expected) = golden.get(&format!("{name}.similarity")) {
-                let printed = model.printed(&args);
-                let rows = printed.lines().skip_while(|line| !line.starts_with("1 ")).collect::<Vec<_>>();
-                assert_eq!(rows.len(), expected.dim(0)?, "{what}: {printed}");
-                for (row, line) in rows.iter().enumerate() {
-                    let numbers = line.split_whitespace().skip(1).take(rows.len());
-                    let numbers: Vec<f32> = numbers.map(|word| word.parse().expect("a number")).collect();
-                    let own = Tensor::new(numbers, &Device::Cpu)?;
-                    // Four digits are printed.
-                    let difference = (own - expected.i(row)?)?.abs()?.max(0)?.to_scalar::<f32>()?;
-                    assert!(difference < 1e-4, "{what}: similarities off by {difference:e}");
-                }
-            }
+/// Compares vectors, and the similarities that are printed.
+#[test]
+fn embeddings_of_pipelines_match_sentence_transformers() -> Result<()> {
+    let folders = listed(recorded("sentence_embedding").join("pipelines"));
+    assert_eq!(folders.len(), 15);
+    for_each_run(&folders, "sentence_embedding", &[], |run| {
+        run.check_written("embeddings")?;
+        let RecordedRun { model, args, name, golden, what } = run;
+        let Some(expected) = golden.get(&format!("{name}.similarity")) else { return Ok(()) };
+        let printed = model.printed(args);
+        let rows = printed.lines().skip_while(|line| !line.starts_with("1 ")).collect::<Vec<_>>();
+        assert_eq!(rows.len(), expected.dim(0)?, "{what}: {printed}");
+        for (row, line) in rows.iter().enumerate() {
+            let numbers = line.split_whitespace().skip(1).take(rows.len());
+            let numbers: Vec<f32> = numbers.map(|word| word.parse().expect("a number")).collect();
+            let own = Tensor::new(numbers, &Device::Cpu)?;
+            // Four digits are printed.
+            let difference = (own - expected.i(row)?)?.abs()?.max(0)?.to_scalar::<f32>()?;
+            assert!(difference < 1e-4, "{what}: similarities off by {difference:e}");
         }
         Ok(())
     })
@@ -80,31 +114,13 @@ fn embeddings_of_bf16_and_int8_weights_are_near_sentence_transformers() -> Resul
     Ok(())
 }
 
-/// Runs every recorded case in batches of several sizes, and compares scores.
 #[test]
 fn rerank_scores_match_sentence_transformers() -> Result<()> {
-    let device = std::env::var("TEST_DEVICE").unwrap_or("cpu".into());
     let mut folders = listed(recorded("rerank").join("cross_encoders"));
     assert_eq!(folders.len(), 11);
     folders.extend(listed(recorded("rerank").join("late")));
     assert_eq!(folders.len(), 13);
-    folders.par_iter().try_for_each(|folder| {
-        let golden = safetensors::load(folder.join("golden.safetensors"), &Device::Cpu)?;
-        for (number, run) in read_json::<Value>(folder.join("golden.json")).as_array().expect("runs").iter().enumerate()
-        {
-            let name = run["name"].as_str().expect("a name");
-            let copied = replaced(folder, run)?;
-            let model = Checkpoint { example: "rerank", path: copied.path().into() };
-            let options = run["args"].as_array().expect("options").iter().map(|word| word.as_str().expect("a word"));
-            let batch = ["32", "2", "4"][number % 3];
-            let fixed = [QUESTION, "--file", SENTENCES, "--device", &device, "--batch", batch];
-            let written = model.written("--out", &options.chain(fixed).collect::<Vec<_>>());
-            let scores = safetensors::load_buffer(&written, &Device::Cpu)?["scores"].to_dtype(DType::F64)?;
-            let error = relative_error(&scores, &golden[name].to_dtype(DType::F64)?);
-            assert!(error <= 1e-5, "{} {name}: off by {error:e} of the largest", folder.display());
-        }
-        Ok(())
-    })
+    for_each_run(&folders, "rerank", &[QUESTION], |run| run.check_written("scores"))
 }
 
 /// Compares scores of weights in other types with the scores in f32: they are near, and not equal.
