@@ -1,6 +1,6 @@
 //! Adapters on all linear layers of the attention of the models in `tests/hf/models`, against merged weights.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use candle_attention::peft::{Adapter, AdapterConfig};
 use candle_attention::{ContentPositions, MultiHeadAttention, hf, variables_without_gradient};
@@ -26,7 +26,9 @@ impl Drawn {
     pub fn new(model: &Model, seed: u64, scaling: f64) -> Result<Self> {
         let is_conv1d = model.config["model_type"] == "gpt2";
         let mut drawn_model = Self { file: HashMap::new(), merged: model.weights.clone() };
-        for (n, (name, weight)) in model.weights.iter().enumerate() {
+        // In the order of the names, so that each run draws the same numbers.
+        let weights: BTreeMap<_, _> = model.weights.iter().collect();
+        for (n, (name, weight)) in weights.into_iter().enumerate() {
             let Some(module) = name.strip_suffix(".weight").filter(|_| weight.rank() == 2) else { continue };
             if OTHER_MATRICES.iter().any(|part| name.contains(part)) {
                 continue;
@@ -149,7 +151,9 @@ fn lora_saved_attention_modules_of_each_model_match_their_weights() -> Result<()
         let model = Model::open(&folder);
         let mut file = HashMap::new();
         let mut merged = model.weights.clone();
-        for (n, (name, weight)) in model.weights.iter().enumerate() {
+        // In the order of the names, so that each run draws the same numbers.
+        let weights: BTreeMap<_, _> = model.weights.iter().collect();
+        for (n, (name, weight)) in weights.into_iter().enumerate() {
             let is_shared = ["relative_attention_bias", "rel_embeddings", "encoder.LayerNorm"];
             let is_attention = ["attn", "attention"].iter().any(|part| name.to_lowercase().contains(part));
             if !is_attention || is_shared.iter().any(|part| name.contains(part)) {
