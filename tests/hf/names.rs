@@ -38,6 +38,17 @@ fn hf_models_with_and_without_head_have_equal_layers() {
     assert_same(&model, 1, &renamed(&model, |name| format!("transformer.{name}")));
 }
 
+#[test]
+fn hf_sinks_of_another_name_load_below_a_prefix() -> Result<()> {
+    let model = Model::named("flint");
+    let below = renamed(&model, |name| format!("part.{name}"));
+    let xs = &model.golden["layer0.in"];
+    let expected = values(&forward(&model, 0, AttentionInput::new(xs))?);
+    let layer = hf::load_attention(&model.config, 0, below.vb().pp("part"))?;
+    assert_eq!(values(&layer.forward(xs)?), expected);
+    Ok(())
+}
+
 /// Checks the prefixes that the text model of Gemma 3 has in models that read images too.
 #[test]
 fn hf_gemma3_text_of_image_models_has_equal_layers() {

@@ -24,6 +24,7 @@ pub(super) struct Latent {
 /// The defaults of an indexer in a family.
 #[derive(Clone, Copy)]
 pub(super) struct FamilyIndexer {
+    /// The number of heads if a config does not say it.
     pub num_heads: usize,
     pub rope_style: RopeStyle,
 }

@@ -25,10 +25,13 @@ impl Entry<'_> {
     /// Returns a builder that has the sinks under the name of this crate.
     pub fn with_own_sinks<'a>(&self, vb: VarBuilder<'a>) -> VarBuilder<'a> {
         let Some(theirs) = self.family.sinks_name else { return vb };
-        vb.rename_f(move |name| match name.strip_suffix(".sinks") {
+        // A renamed builder has its prefix twice, so the names are changed at the root.
+        let prefix = vb.prefix();
+        let renamed = vb.root().rename_f(move |name| match name.strip_suffix(".sinks") {
             Some(module) => format!("{module}.{theirs}"),
             None => name.to_string(),
-        })
+        });
+        if prefix.is_empty() { renamed } else { renamed.pp(prefix) }
     }
 
     /// Loads a layer with `load`, and if it has a relative bias, the heads of it that `shard` returns.

@@ -162,6 +162,11 @@ pub fn load_latent_attention_shard(
     Entry::of(json)?.load_latent_with(layer, &whole, load)
 }
 
+/// Returns the names that some model types have for the sinks of a layer.
+pub(crate) fn other_names_of_sinks() -> impl Iterator<Item = &'static str> {
+    families::families().filter_map(|family| family.sinks_name)
+}
+
 /// Returns whether a layer has linear attention by the gated delta rule, and is loaded by [`load_linear_attention`].
 /// Otherwise it has softmax attention.
 ///

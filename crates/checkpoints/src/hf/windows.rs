@@ -190,11 +190,17 @@ pub(super) fn minimax(fields: &Fields) -> Result<Option<usize>> {
 /// Returns the window of an LFM 3 layer: even layers but the first have softmax attention, every other of them with a
 /// window.
 pub(super) fn lfm3(fields: &Fields) -> Result<Option<usize>> {
+    refuse_lfm3_convolution(fields)?;
+    sliding(fields, fields.layer.is_multiple_of(4), Some(256))
+}
+
+/// Refuses a convolution of LFM 3, where `layer_types` does not name the kinds of layers.
+fn refuse_lfm3_convolution(fields: &Fields) -> Result<()> {
     let layer = fields.layer;
     if fields.get("layer_types").is_none() && (!layer.is_multiple_of(2) || layer == 0) {
         return fields.fail(format!("layer {layer} has conv, expected softmax attention"));
     }
-    sliding(fields, layer.is_multiple_of(4), Some(256))
+    Ok(())
 }
 
 /// Returns the window of a Flint layer: all layers but the first two, every fourth and the last have one.
@@ -217,10 +223,7 @@ pub(super) fn between_convolutions(fields: &Fields) -> Result<Option<usize>> {
 /// Refuses layers of LFM 3's images that are not of kind "full_attention": without `layer_types` even layers but the
 /// first have attention.
 pub(super) fn lfm3_images(fields: &Fields) -> Result<Option<usize>> {
-    let layer = fields.layer;
-    if fields.get("layer_types").is_none() && (!layer.is_multiple_of(2) || layer == 0) {
-        return fields.fail(format!("layer {layer} has conv, expected softmax attention"));
-    }
+    refuse_lfm3_convolution(fields)?;
     sliding(fields, false, None)
 }
 

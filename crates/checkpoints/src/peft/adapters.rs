@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::OP;
 use super::adapter::Adapter;
+use super::load::shared_by_sequences;
 use crate::hf;
 use candle_attention_core::internal::{AdaptableModule, AdapterMatrices};
 use candle_attention_core::{MultiHeadAttention, WeightLayout};
@@ -164,10 +165,7 @@ impl Adapter {
             None => false,
         };
         if is_replaced || self.config.saved_by(module).is_some() {
-            bail!(
-                "[{OP}] the adapter {name:?} has another weight or bias of {module}, which sequences of a batch share, \
-                 expected low-rank matrices alone"
-            )
+            return shared_by_sequences(name, &format!("weight or bias of {module}"));
         }
         Ok(())
     }

@@ -14,9 +14,8 @@ use crate::hf;
 use candle_attention_core::internal::{AdaptableModule, AdapterMatrices, ParameterName};
 use candle_attention_core::{MultiHeadAttention, WeightLayout};
 
-/// The name of the sinks of a layer, and the name that Flint has for them.
+/// The name of the sinks of a layer, for which some model types have another name.
 const SINKS: &str = "sinks";
-const OTHER_SINKS: &str = "softmax_offset";
 
 /// The parameters for which an adapter may have other values.
 #[derive(Debug, Clone, Copy)]
@@ -55,8 +54,7 @@ impl Adapter {
         let target = Target { module, layout, own: &own };
         self.check_matrices(&target)?;
         let loaded = self.with_own_parameters(layer, &target, |_| Ok(()))?;
-        let loaded = loaded
-            .with_adapter(layout, |linear| self.matrices(&join(module, &self.name_of(module, linear)), linear))?;
+        let loaded = loaded.with_adapter(layout, |linear| self.matrices_below(module, linear))?;
         if !loaded.has_adapter() {
             self.check_excluded(&target)?;
         }
@@ -78,15 +76,10 @@ impl Adapter {
         let own = self.own_modules(layer, layout, module)?;
         let target = Target { module, layout, own: &own };
         self.check_matrices(&target)?;
-        self.with_own_parameters(layer, &target, |parameter| {
-            bail!(
-                "[{OP}] the adapter {name:?} has another {parameter}, which sequences of a batch share, expected \
-                 low-rank matrices alone"
-            )
-        })?;
+        self.with_own_parameters(layer, &target, |parameter| shared_by_sequences(name, parameter))?;
         let mut is_changed = false;
         let loaded = layer.with_named_adapter(name, layout, |linear| {
-            let matrices = self.matrices(&join(module, &self.name_of(module, linear)), linear)?;
+            let matrices = self.matrices_below(module, linear)?;
             is_changed |= matrices.is_some();
             Ok(matrices)
         })?;
@@ -190,12 +183,20 @@ impl Adapter {
     /// Returns the full name that the adapter has for a parameter below an attention module.
     fn parameter_of(&self, attention: &str, own: &ParameterName) -> String {
         let full = join(attention, &own.name);
-        let other_name = if own.name == SINKS { Some(OTHER_SINKS) } else { own.other.as_deref() };
-        let Some(other) = other_name.map(|other| join(attention, other)) else { return full };
+        let mut other_names: Vec<String> = own.other.iter().cloned().collect();
+        if own.name == SINKS {
+            other_names.extend(hf::other_names_of_sinks().map(String::from));
+        }
         let is_saved = |name: &str| is_parameter_of(name, |module| self.config.saved_by(module).is_some());
-        let is_other_named = is_saved(&other) && !is_saved(&full);
         let is_there = |name: &str| self.tensors.parameter_name(name).is_some();
-        if is_there(&other) || (is_other_named && !is_there(&full)) { other } else { full }
+        for other_name in other_names {
+            let other = join(attention, &other_name);
+            let is_other_named = is_saved(&other) && !is_saved(&full);
+            if is_there(&other) || (is_other_named && !is_there(&full)) {
+                return other;
+            }
+        }
+        full
     }
 
     /// Returns whether a module, by its full name, has low-rank matrices.
@@ -215,6 +216,11 @@ impl Adapter {
             (Err(error), None) if self.tensors.is_new() => Err(error),
             (Err(_), None) => Ok(false),
         }
+    }
+
+    /// Returns the matrices of a module below an attention module, if it has some.
+    fn matrices_below(&self, attention: &str, own: &AdaptableModule) -> Result<Option<AdapterMatrices>> {
+        self.matrices(&join(attention, &self.name_of(attention, own)), own)
     }
 
     /// Returns the matrices of a module, by its full name, if it has some.
@@ -341,4 +347,12 @@ fn is_parameter_of(name: &str, is_wanted: impl Fn(&str) -> bool) -> bool {
 /// Always.
 fn lost<T>(missing: &str, found: &str) -> Result<T> {
     bail!("[{OP}] {missing} is missing, the adapter has {found} alone")
+}
+
+/// Returns the error of an adapter, one of several, that has another value of what all sequences of a batch share.
+pub(super) fn shared_by_sequences(adapter: &str, what: &str) -> Result<()> {
+    bail!(
+        "[{OP}] the adapter {adapter:?} has another {what}, which sequences of a batch share, expected low-rank matrices \
+         alone"
+    )
 }

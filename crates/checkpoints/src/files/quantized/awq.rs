@@ -47,9 +47,13 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
     if tensors.get("qweight").is_none() {
         return Ok(None);
     }
+    let object = module.settings.object();
+    let number = |keys: [&str; 2]| keys.iter().find_map(|key| object[*key].as_u64()).map(|number| number as usize);
+    let bits = number(["bits", "w_bit"]).unwrap_or(4);
+    let group = number(["group_size", "q_group_size"]);
     let packing = match packing(module.settings)? {
         Some(packing @ (Packing::AwqGemm | Packing::AwqGemv)) => packing,
-        Some(Packing::AwqGemvFast) => return awq_fast::find(module).map(Some),
+        Some(Packing::AwqGemvFast) => return awq_fast::find(module, bits, group).map(Some),
         Some(Packing::Gptq { .. }) | None => return Ok(None),
     };
     let [Some(codes), Some(zeros), Some(scales)] = ["qweight", "qzeros", "scales"].map(|name| tensors.matrix(name))
@@ -58,10 +62,6 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
     };
     let are_words =
         ["qweight", "qzeros"].iter().all(|name| tensors.get(name).is_some_and(|own| own.dtype == Dtype::I32));
-    let object = module.settings.object();
-    let number = |keys: [&str; 2]| keys.iter().find_map(|key| object[*key].as_u64()).map(|number| number as usize);
-    let bits = number(["bits", "w_bit"]).unwrap_or(4);
-    let group = number(["group_size", "q_group_size"]);
     let format: Option<(AwqSizes, Arc<dyn QuantizedFormat>)> = match packing {
         _ if !are_words || !matches!(bits, 2..=8) => None,
         Packing::AwqGemm => gemm(codes, zeros, scales, bits).map(|sizes| (sizes, Arc::new(Gemm(sizes)) as _)),

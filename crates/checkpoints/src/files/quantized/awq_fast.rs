@@ -15,11 +15,11 @@ use super::tensors::Tensors;
 use super::{Found, Module, QuantizedFormat};
 use candle_attention_modules::base::{CodeValues, QuantizedWeight};
 
-/// The outputs of a row of `qweight`.
+/// The number of outputs in a row of `qweight`.
 const OUTPUTS: usize = 4;
-/// The neighbouring inputs of an output in a row of `qweight`.
+/// The number of neighbouring inputs of one output in a row of `qweight`.
 const INPUTS: usize = 64;
-/// The neighbouring inputs whose codes are not in the order of the inputs.
+/// The number of neighbouring inputs whose codes are permuted among each other.
 const ORDERED: usize = 32;
 
 #[derive(Debug)]
@@ -30,12 +30,8 @@ struct GemvFast {
 }
 
 /// Finds a layer, which has a tensor `qweight`.
-pub(super) fn find(module: &Module) -> Result<Found> {
+pub(super) fn find(module: &Module, bits: usize, group: Option<usize>) -> Result<Found> {
     let tensors = module.tensors;
-    let object = module.settings.object();
-    let number = |keys: [&str; 2]| keys.iter().find_map(|key| object[*key].as_u64()).map(|number| number as usize);
-    let bits = number(["bits", "w_bit"]).unwrap_or(4);
-    let group = number(["group_size", "q_group_size"]);
     let all = ["qweight", "qzeros", "scales"].map(|name| tensors.matrix(name));
     let are_words = tensors.get("qweight").is_some_and(|own| own.dtype == Dtype::I16);
     let Some(format) = sizes(all, group).filter(|_| are_words && bits == 4) else {

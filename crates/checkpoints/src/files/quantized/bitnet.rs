@@ -15,7 +15,7 @@ use super::tensors::Tensors;
 use super::{Found, Module, QuantizedFormat};
 use candle_attention_modules::base::{CodeValues, GroupNumbers, QuantizedWeight};
 
-/// The codes of a byte.
+/// The number of codes in a byte.
 const CODES: usize = 4;
 
 /// How the scale belongs to the numbers of a layer.
