@@ -77,9 +77,9 @@ impl PackedLinear {
         if !is_packed {
             return build(Weight::Plain(weight.dequantize(&device)?), DType::F32);
         }
-        let packed_codes = match GgmlType::find(GgmlType::number_of(weight.dtype())) {
-            Some(kind) if !is_plain(weight.dtype()) => pack_blocks(kind, &weight.data()?, shape)?,
-            _ => None,
+        let packed_codes = match kind_of_codes(weight.dtype()) {
+            Some(kind) => pack_blocks(kind, &weight.data()?, shape)?,
+            None => None,
         };
         let packed = match packed_codes {
             Some(packed) => packed,
@@ -110,6 +110,9 @@ impl PackedLinear {
         if let Some(bias) = bias {
             let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(outputs)])?;
             bias.dtype_of(&[DType::F32], "")?.same_device("the quantised weight", &Device::Cpu)?;
+        }
+        if !kind.has_codes() {
+            bail!("[{OP}] expected a type with codes, found {}", kind.name)
         }
         let packed = match bias.is_some_and(Tensor::track_op) {
             false => pack_blocks(kind, blocks, own_shape)?,
@@ -147,12 +150,14 @@ fn is_k_quant(dtype: GgmlDType) -> bool {
     matches!(dtype, Q2K | Q3K | Q4K | Q5K | Q6K | Q8K)
 }
 
+/// Returns a type of GGUF files; `None` for a type without codes.
+fn kind_of_codes(dtype: GgmlDType) -> Option<&'static GgmlType> {
+    if is_plain(dtype) { None } else { GgmlType::find(GgmlType::number_of(dtype)) }
+}
+
 /// Returns the codes of a quantised weight; `None` for a type without codes.
 fn codes_of(weight: &QTensor, shape: WeightShape) -> Result<Option<Box<QuantizedWeight>>> {
-    if is_plain(weight.dtype()) {
-        return Ok(None);
-    }
-    let Some(kind) = GgmlType::find(GgmlType::number_of(weight.dtype())) else { return Ok(None) };
+    let Some(kind) = kind_of_codes(weight.dtype()) else { return Ok(None) };
     match kind.read(&weight.data()?, shape.outputs, shape.inputs)? {
         GgmlNumbers::Codes(codes) => Ok(Some(codes)),
         GgmlNumbers::Plain(_) => Ok(None),
@@ -207,5 +212,8 @@ mod tests {
             of_floats.to_string().starts_with("[packed_linear] expected a type with codes, found F16"),
             "{of_floats}"
         );
+        let bias = candle_core::Var::zeros(1, DType::F32, &Device::Cpu).expect("a small tensor");
+        let tracked = PackedLinear::from_blocks(find("F16"), &[0; 64], (1, 32), Some(&bias)).expect_err("no codes");
+        assert_eq!(tracked.to_string().lines().next(), of_floats.to_string().lines().next());
     }
 }

@@ -234,13 +234,7 @@ impl Projections {
     /// # Errors
     /// If a packed weight cannot be allocated.
     pub fn new(loaded: &ByProjection<WeightAndBias>, dtype: DType, device: &Device) -> Result<Self> {
-        Ok(Self {
-            all: Self::pack(loaded)?,
-            updates: Vec::new(),
-            named: NamedUpdates::default(),
-            dtype,
-            device: device.clone(),
-        })
+        Ok(Self::without_updates(Self::pack(loaded)?, dtype, device))
     }
 
     /// Packs weights. Projections of inputs of one width share one weight.
@@ -297,7 +291,7 @@ impl Projections {
             }
             all.extend(Self::pack(&loaded)?);
         }
-        Ok(Self { all, updates: Vec::new(), named: NamedUpdates::default(), ..self.clone() })
+        Ok(Self::without_updates(all, self.dtype, &self.device))
     }
 
     /// Creates projections of modules. `width` returns the number of outputs of a projection, 0 if the config does not
@@ -311,13 +305,7 @@ impl Projections {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let mut own = Self {
-            all: ByProjection::new(),
-            updates: Vec::new(),
-            named: NamedUpdates::default(),
-            dtype,
-            device: device.clone(),
-        };
+        let mut own = Self::without_updates(ByProjection::new(), dtype, device);
         for projection in Projection::ALL {
             let noun = projection.noun();
             match (modules.0.get(&projection).cloned(), width(projection)) {
@@ -354,13 +342,12 @@ impl Projections {
 
     /// Creates projections of packed weights, for inputs in f32.
     pub fn of_columns(columns: Vec<(Projection, PackedProjection)>, device: &Device) -> Self {
-        Self {
-            all: columns.into_iter().collect(),
-            updates: Vec::new(),
-            named: NamedUpdates::default(),
-            dtype: DType::F32,
-            device: device.clone(),
-        }
+        Self::without_updates(columns.into_iter().collect(), DType::F32, device)
+    }
+
+    /// Returns projections that no low-rank update changes.
+    fn without_updates(all: ByProjection<PackedProjection>, dtype: DType, device: &Device) -> Self {
+        Self { all, updates: Vec::new(), named: NamedUpdates::default(), dtype, device: device.clone() }
     }
 
     /// Replaces a projection by the module that `change` makes of it. The module has `width` outputs.
