@@ -204,7 +204,7 @@ kernel_struct! {
         // ---- pages ----
         /// (B, page_table_width), with KEY_PAGES: the pages of each sequence, in the order of its keys.
         pub page_table: InputPointer<i32>,
-        /// The entries of a sequence in `page_table`.
+        /// The number of entries of a sequence in `page_table`.
         pub page_table_width: i32,
         /// The binary logarithm of the page size.
         pub page_shift: i32,

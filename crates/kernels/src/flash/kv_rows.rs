@@ -57,7 +57,7 @@ pub(super) struct KvRun<S> {
     pub first: *const S,
     /// The row to prefetch with the first row. It need not exist.
     pub ahead: *const S,
-    /// The numbers from one row to the next, and from one row to prefetch to the next.
+    /// The number of elements from one row to the next, and from one row to prefetch to the next.
     pub stride: usize,
     scale: *const f32,
     scale_stride: usize,
@@ -203,7 +203,7 @@ impl<S: Stored> KvRun<S> {
 pub(super) struct KvHeadRows<'a, S> {
     matrix: &'a KvMatrix<'a, S>,
     kv: KvHead,
-    /// The numbers in a row.
+    /// The number of elements in a row.
     pub width: usize,
     pub keys: Range<usize>,
     finite: OnceCell<bool>,

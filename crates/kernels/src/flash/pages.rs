@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::memory::zeros;
 use super::problem::CpuCall;
 use super::view::View;
 use crate::error::Error;
@@ -75,11 +76,8 @@ impl PageList {
 
     /// Returns a list without a page yet.
     fn unset(sequences: usize, of_sequence: usize, page_size: usize) -> Result<Self, Error> {
-        let too_many = || Error::Memory(format!("a table of pages of {:?}", [sequences, of_sequence]));
-        let count = sequences.checked_mul(of_sequence).ok_or_else(too_many)?;
-        let mut pages = Vec::new();
-        pages.try_reserve_exact(count).map_err(|_| too_many())?;
-        pages.resize(count, UNSET);
+        let mut pages = zeros("a table of pages", &[sequences, of_sequence])?;
+        pages.fill(UNSET);
         Ok(Self { pages, of_sequence, page_size })
     }
 

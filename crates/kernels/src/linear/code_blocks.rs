@@ -39,11 +39,11 @@ use crate::error::{Error, check_instruction_set};
 pub struct CodePacker {
     shape: WeightShape,
     instruction_set: InstructionSet,
-    /// The outputs of a panel.
+    /// The number of outputs of a panel.
     panel: usize,
     /// The weight, in the format of the first outputs.
     weight: Option<PackedWeight>,
-    /// The outputs that were packed.
+    /// The number of outputs that were packed.
     outputs: usize,
 }
 

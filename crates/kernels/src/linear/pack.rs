@@ -28,10 +28,11 @@ pub(super) fn pack_weight<E: Number>(
 
 /// The sizes of a packed weight.
 struct PanelSizes {
+    /// The number of panels.
     panels: usize,
-    /// The 32-bit words of a panel.
+    /// The number of 32-bit words of a panel.
     panel_words: usize,
-    /// The 32-bit words of all panels.
+    /// The number of 32-bit words of all panels.
     words: usize,
 }
 
