@@ -284,6 +284,39 @@ fn key_lists_in_a_layer_with_a_cache_match_one_call() -> Result<()> {
 }
 
 #[test]
+fn key_lists_with_a_cache_of_8_bits_match_boolean_mask() -> Result<()> {
+    let (t, chunk) = (50, 10);
+    let layer = seeded::layer(&Config::new(32, 4).with_num_kv_heads(2).with_causal(true), DType::F32, &CPU)?;
+    let xs = random_rows(&mut Random::new(4), t, 1, 32)?.squeeze(1)?.unsqueeze(0)?;
+    let entries: Vec<i64> = (0..t).flat_map(|i| [i as i64, (i / 2) as i64, -1]).collect();
+    let entries = Tensor::from_vec(entries, (1, 1, t, 3), &CPU)?;
+    for backend in [Backend::Auto, Backend::Fused, Backend::Reference] {
+        let cache = || AttentionCache::new(&AttentionCacheConfig::new().with_q8());
+        let (mut by_lists, mut by_mask) = (cache()?, cache()?);
+        for start in (0..t).step_by(chunk) {
+            let lists = entries.narrow(2, start, chunk)?;
+            let end = start + chunk;
+            let mut allowed = vec![0u8; chunk * end];
+            for (i, row) in allowed.chunks_exact_mut(end).enumerate() {
+                row[start + i] = 1;
+                row[(start + i) / 2] = 1;
+            }
+            let allowed = Tensor::from_vec(allowed, (chunk, end), &CPU)?;
+            let part = xs.narrow(1, start, chunk)?;
+            let masks = [
+                AttentionMask::none().with_key_lists(&KeyLists::new(&lists)?),
+                AttentionMask::none().with_bool_mask(&allowed),
+            ];
+            let input = |n: usize| AttentionInput::new(&part).with_mask(&masks[n]).with_backend(backend);
+            let found = layer.forward_with(input(0).with_cache(&mut by_lists))?;
+            let expected = layer.forward_with(input(1).with_cache(&mut by_mask))?;
+            assert_close(&found, &expected, 1e-5, &format!("{backend:?}, from {start}"));
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn key_lists_that_do_not_fit_are_errors() -> Result<()> {
     let [q, k, v] = PROMPT.qkv(&mut Random::new(3))?;
     let error = |lists: Result<KeyLists>| -> String {

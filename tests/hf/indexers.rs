@@ -4,7 +4,7 @@ use candle_attention::{
     AttentionCache, AttentionInput, AttentionMask, Backend, IndexerConfig, MultiHeadLatentAttention, PackedSequences,
     hf,
 };
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use crate::Model;
 
@@ -45,6 +45,20 @@ fn indexer_with_cache_in_chunks_matches_transformers() -> Result<()> {
                     model.assert_close(&found, &ys.narrow(1, start, n)?, &format!("chunks of {chunk} from {start}"));
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn indexer_with_masks_for_each_head_matches_transformers() -> Result<()> {
+    for Recorded { model, layer, xs, ys } in recorded()? {
+        let (t, h) = (xs.dim(1)?, layer.config().num_heads());
+        let ones = Tensor::ones((1, h, t, t), DType::U8, xs.device())?;
+        let zeros = ones.to_dtype(xs.dtype())?.affine(0.0, 0.0)?;
+        for mask in [AttentionMask::none().with_bool_mask(&ones), AttentionMask::none().with_bias(&zeros)] {
+            let found = layer.forward_with(AttentionInput::new(&xs).with_mask(&mask))?;
+            model.assert_close(&found, &ys, "a mask for each head");
         }
     }
     Ok(())

@@ -85,17 +85,7 @@ impl AttentionCache {
                 stored.start
             )
         }
-        let mut least = 0;
-        for &token in kept {
-            if token >= drafted {
-                bail!("[{OP}] a kept token of sequence {sequence} is {token}, expected one of its last {drafted}")
-            }
-            if token < least {
-                bail!("[{OP}] the kept tokens of sequence {sequence} are {kept:?}, expected increasing numbers")
-            }
-            least = token + 1;
-        }
-        Ok(())
+        check_kept(OP, sequence, kept, drafted)
     }
 
     /// Forgets the given positions if each token is at its index again.
@@ -105,4 +95,19 @@ impl AttentionCache {
             self.positions = None;
         }
     }
+}
+
+/// Checks the kept tokens of a sequence, of whose last `drafted` tokens they are.
+pub fn check_kept(op: &str, sequence: usize, kept: &[usize], drafted: usize) -> Result<()> {
+    let mut least = 0;
+    for &token in kept {
+        if token >= drafted {
+            bail!("[{op}] a kept token of sequence {sequence} is {token}, expected one of its last {drafted}")
+        }
+        if token < least {
+            bail!("[{op}] the kept tokens of sequence {sequence} are {kept:?}, expected increasing numbers")
+        }
+        least = token + 1;
+    }
+    Ok(())
 }

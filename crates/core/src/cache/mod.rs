@@ -16,9 +16,10 @@ mod tests;
 mod tokens;
 
 pub use config::AttentionCacheConfig;
+pub use drafts::check_kept;
 pub use tokens::{NewTokens, Padding};
 
-pub(crate) use staged::CachedCall;
+pub(crate) use staged::{CachedCall, KeyChoice};
 pub(crate) use storage::{Buffer, KvFloats, KvSizes, StorageFormat};
 
 use std::ops::Range;

@@ -10,15 +10,21 @@ use super::storage::{KvBuffers, KvCodes, KvFloats, KvShapes, KvSizes, Room, Stor
 use super::tokens::NewTokens;
 use super::{AttentionCache, EarlierPadding, OP};
 use crate::mask::{AttentionMask, Placement};
-use crate::sdpa::{Attended, Call, Plan, Qkv, SdpaOptions, attend, choose, operation, plan_of_call, run_on};
+use crate::sdpa::{Attended, Call, Plan, Qkv, SdpaOptions, attend, choose, operation, plan_of_call};
 use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::{accumulation_dtype, floats_on, floats_text};
 
 /// Computes keys (B, H, T, D) and values (B, H, T, D_v) from the rows (B, H_kv, T, width) of a cache, in their dtype.
 type Expansion<'e> = Box<dyn Fn(&Tensor) -> Result<KvFloats> + 'e>;
 
-/// Returns a mask for the stored rows (B, H_kv, T, width) of a cache with the chosen keys of each query.
-type KeyChoice<'e> = Box<dyn Fn(&Tensor, AttentionMask) -> Result<AttentionMask> + 'e>;
+/// A choice of the keys that each query attends to, by some columns of the stored rows.
+pub(crate) struct KeyChoice<'e> {
+    pub columns: Range<usize>,
+    pub choose: ChooseKeys<'e>,
+}
+
+/// Returns a mask for stored rows with the chosen keys of each query, from the columns (B, H_kv, T, width).
+type ChooseKeys<'e> = Box<dyn Fn(&Tensor, AttentionMask) -> Result<AttentionMask> + 'e>;
 
 /// The stored keys and values that one call attends to, with the call's own if it has some.
 pub(crate) struct CachedCall<'e> {
@@ -293,8 +299,8 @@ impl CachedCall<'_> {
             mask = mask.with_appended_keys(appended.k.dim(2)?, dims, accumulation_dtype(q.dtype()), q.device())?;
         }
         let buffers = self.buffers.rows(&(0..rows))?;
-        if let Some(choose) = &self.choice {
-            mask = choose(&buffers.floats(self.dtype)?.k, mask)?;
+        if let Some(KeyChoice { columns, choose }) = &self.choice {
+            mask = choose(&buffers.key_columns(columns, self.dtype)?, mask)?;
         }
         let options = options.for_keys_from(&starts, t_q, rows)?;
         Ok(ReadRows { buffers, mask, options })
@@ -318,9 +324,9 @@ impl CachedCall<'_> {
         let q = if self.detached { &q.detach() } else { q };
         let op = operation(wanted, false);
         if let Some(call) = self.call_of_codes(op, q, &rows)? {
-            let choice = choose(&call, wanted)?;
-            if choice.reads_codes() {
-                return run_on(choice, call, wanted);
+            let chosen = choose(call, wanted)?;
+            if chosen.choice.reads_codes() {
+                return chosen.attend(wanted);
             }
         }
         attend(self.call_of_floats(op, q, &rows)?, wanted)?.into_dtype(q.dtype())
@@ -334,10 +340,11 @@ impl CachedCall<'_> {
         }
         let rows = self.all_rows(q, mask, options)?;
         let q = if self.detached { &q.detach() } else { q };
-        if let Some(call) = self.call_of_codes("plan", q, &rows)?
-            && choose(&call, RequestedResults::default())?.reads_codes()
-        {
-            return plan_of_call(call);
+        if let Some(call) = self.call_of_codes("plan", q, &rows)? {
+            let chosen = choose(call, RequestedResults::default())?;
+            if chosen.choice.reads_codes() {
+                return Ok(chosen.plan());
+            }
         }
         plan_of_call(self.call_of_floats("plan", q, &rows)?)
     }

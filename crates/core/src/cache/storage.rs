@@ -246,6 +246,12 @@ impl KvBuffers {
         Ok(KvFloats { k, v })
     }
 
+    /// Returns some columns of the keys as floats.
+    pub fn key_columns(&self, columns: &Range<usize>, dtype: DType) -> Result<Tensor> {
+        let entries = part(&self.keys.entries, 3, columns.clone())?;
+        Buffer { entries, scales: self.keys.scales.clone() }.floats(dtype)
+    }
+
     /// Returns the 8-bit codes of keys and values, if they are stored in 8 bits.
     pub fn codes(&self) -> Result<Option<KvCodes>> {
         let values = match &self.values {

@@ -211,6 +211,12 @@ impl AttentionMask {
         !self.key_lists.is_empty()
     }
 
+    /// Returns the mask without lists of keys that differ from head to head.
+    pub(super) fn without_lists_by_head(mut self) -> Self {
+        self.key_lists.retain(|lists| lists.entries.dims()[1] == 1);
+        self
+    }
+
     /// Returns the lists of a call with `h` heads that may have lists, for a batch of `b` entries of `t_q` queries.
     /// `sequences` are all of its sequences, which are the entries of the batch, or packed in one entry.
     pub(crate) fn listed_keys(
@@ -249,7 +255,9 @@ impl AttentionMask {
                 key_block: *key_block,
                 query_block: *query_block,
             };
-            for sequence in sequences {
+            // Lists that the entries of a batch share are checked once.
+            let checked = if is_packed { sequences.len() } else { list_b };
+            for sequence in sequences.iter().take(checked) {
                 listed.check(sequence)?;
             }
             all.push(listed);
@@ -257,27 +265,37 @@ impl AttentionMask {
         Ok(all)
     }
 
-    /// Returns the lists as one boolean mask that broadcasts to (B, H, T_q, T_kv); `None` if there are none.
-    pub(super) fn mask_of_key_lists(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+    /// Returns a boolean mask, if there is one, that also masks the keys that the lists do not name. It broadcasts to
+    /// (B, H, T_q, T_kv).
+    pub(super) fn with_own_key_lists(
+        &self,
+        bool_mask: Option<Tensor>,
+        dims: [usize; 4],
+        device: &Device,
+    ) -> Result<Option<Tensor>> {
         if !self.has_key_lists() {
-            return Ok(None);
+            return Ok(bool_mask);
         }
         let [b, h, t_q, t_kv] = dims;
-        check_listed_sequences(b)?;
-        let sequences: Vec<_> = (0..b).map(|sequence| ListedSequence { b: sequence, queries: 0..t_q, t_kv }).collect();
-        bool_mask_of(&self.listed_keys(b, h, t_q, &sequences)?, dims, device)
+        with_listed_keys(bool_mask, &self.listed_keys(b, h, t_q, &sequences_of_batch(b, t_q, t_kv)?)?, dims, device)
     }
 }
 
-/// Checks that the sequences of a batch can be listed. A batch without queries may have any size.
-pub(crate) fn check_listed_sequences(b: usize) -> Result<()> {
-    base::check_memory(OP, format_args!("a list of {b} sequences"), &[b, size_of::<ListedSequence>()])
+/// Returns the sequences of a batch. A batch without queries may have any size.
+pub(crate) fn sequences_of_batch(b: usize, t_q: usize, t_kv: usize) -> Result<Vec<ListedSequence>> {
+    base::check_memory(OP, format_args!("a list of {b} sequences"), &[b, size_of::<ListedSequence>()])?;
+    Ok((0..b).map(|sequence| ListedSequence { b: sequence, queries: 0..t_q, t_kv }).collect())
 }
 
-/// Returns the boolean mask of the keys that all lists name; `None` without lists.
-pub(crate) fn bool_mask_of(lists: &[ListedKeys], dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+/// Returns a boolean mask, if there is one, that also masks the keys that some of the lists do not name.
+pub(crate) fn with_listed_keys(
+    bool_mask: Option<Tensor>,
+    lists: &[ListedKeys],
+    dims: [usize; 4],
+    device: &Device,
+) -> Result<Option<Tensor>> {
     let [_, h, t_q, t_kv] = dims;
-    let mut combined: Option<Tensor> = None;
+    let mut combined = bool_mask;
     for listed in lists {
         let mask = listed.to_bool_mask(h, t_q, t_kv, device)?;
         combined = Some(match combined {

@@ -25,13 +25,13 @@ pub use key_lists::KeyLists;
 pub use lens::ValidLens;
 pub use ranges::KeyRanges;
 pub use tokenizer::rows_of_ones;
-pub use tree::TokenTree;
+pub use tree::{TokenTree, check_trees, tree_of};
 pub use windows::Windows;
 
 pub(crate) use bounds::KeyBounds;
 pub(crate) use call_ranges::CallRanges;
 pub(crate) use chunks::KeyPositions;
-pub(crate) use key_lists::{ListPlace, ListedKeys, ListedSequence, bool_mask_of, check_listed_sequences};
+pub(crate) use key_lists::{ListPlace, ListedKeys, ListedSequence, sequences_of_batch, with_listed_keys};
 pub(crate) use new_tokens::{NewTokenCall, NewTokenMask};
 pub(crate) use padding::OtherOffset;
 pub(crate) use placement::{PackedRows, Placement};

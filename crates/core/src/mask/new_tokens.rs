@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::constraint::{Constraint, QueryAlignment, Reach};
 use super::tensors::{check_memory, readable};
-use super::tree::TokenTree;
+use super::tree::{TokenTree, check_trees};
 use super::{AttentionMask, OP};
 use candle_attention_modules::base::{Dim, Expect, copied_to};
 
@@ -66,18 +66,7 @@ impl NewTokenMask {
     /// # Errors
     /// For another number of trees, and for trees of another size.
     pub fn of_trees(trees: &[TokenTree], b: usize, call: NewTokenCall) -> Result<Self> {
-        if trees.len() != 1 && trees.len() != b {
-            bail!("[{OP}] there are {} trees, expected one for each of {b} sequences", trees.len())
-        }
-        for sequence in 0..b {
-            let nodes = trees[if trees.len() == 1 { 0 } else { sequence }].len();
-            let tokens = call.tokens_of(sequence).len();
-            if nodes != tokens {
-                bail!(
-                    "[{OP}] the tree of sequence {sequence} has {nodes} nodes, expected one for each of {tokens} tokens"
-                )
-            }
-        }
+        check_trees(OP, trees, (0..b).map(|sequence| call.tokens_of(sequence).len()))?;
         Ok(Self { sequences: trees.iter().map(SequenceMask::of_tree).collect() })
     }
 

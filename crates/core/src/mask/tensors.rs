@@ -56,12 +56,7 @@ impl AttentionMask {
     /// Returns the boolean masks and the lists of keys as one boolean mask, without the ranges of
     /// [`resolve`](Self::resolve).
     fn bool_mask(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
-        let of_tensors = self.bool_mask_of_tensors(dims, device)?;
-        let of_lists = self.mask_of_key_lists(dims, device)?;
-        match (of_tensors, of_lists) {
-            (Some(one), Some(other)) => Ok(Some(all_of(&one, &other)?)),
-            (one, other) => Ok(one.or(other)),
-        }
+        self.with_own_key_lists(self.bool_mask_of_tensors(dims, device)?, dims, device)
     }
 
     /// Returns the boolean masks as one. A single mask stays a view.
@@ -97,9 +92,13 @@ impl AttentionMask {
         Ok(sum)
     }
 
-    /// Returns whether a bias has other numbers for each head.
-    pub(crate) fn has_bias_by_head(&self) -> bool {
-        self.biases.iter().any(|bias| bias.dims().iter().rev().nth(2).is_some_and(|&heads| heads > 1))
+    /// Returns the mask without the boolean masks, biases and lists of keys that differ from head to head.
+    pub(crate) fn of_all_heads(&self) -> Self {
+        let is_shared = |tensor: &&Tensor| tensor.dims().iter().rev().nth(2).is_none_or(|&heads| heads == 1);
+        let mut shared = self.clone().without_lists_by_head();
+        shared.bool_masks = self.bool_masks.iter().filter(is_shared).cloned().collect();
+        shared.biases = self.biases.iter().filter(is_shared).cloned().collect();
+        shared
     }
 
     /// Returns the dtype of the bias, if there is exactly one.

@@ -130,3 +130,24 @@ impl TokenTree {
         Ok(path)
     }
 }
+
+/// Checks that there is one tree for all sequences, or one for each, with a node for each token. `token_counts` has the
+/// number of tokens of each sequence.
+pub fn check_trees(op: &str, trees: &[TokenTree], token_counts: impl ExactSizeIterator<Item = usize>) -> Result<()> {
+    let b = token_counts.len();
+    if trees.len() != 1 && trees.len() != b {
+        bail!("[{op}] there are {} trees, expected one for each of {b} sequences", trees.len())
+    }
+    for (sequence, tokens) in token_counts.enumerate() {
+        let nodes = tree_of(trees, sequence).len();
+        if nodes != tokens {
+            bail!("[{op}] the tree of sequence {sequence} has {nodes} nodes, expected one for each of {tokens} tokens")
+        }
+    }
+    Ok(())
+}
+
+/// Returns the tree of a sequence, of one tree for all sequences or one for each.
+pub fn tree_of(trees: &[TokenTree], sequence: usize) -> &TokenTree {
+    &trees[if trees.len() == 1 { 0 } else { sequence }]
+}

@@ -7,7 +7,7 @@ use super::options::{Backend, OutputLayout, SdpaOptions};
 use super::packed::PackedSequences;
 use super::paged::PagedSequences;
 use crate::mask::{
-    AttentionMask, CallRanges, FullyMaskedRows, ListedKeys, ListedSequence, RowRanges, check_listed_sequences,
+    AttentionMask, CallRanges, FullyMaskedRows, ListedKeys, ListedSequence, RowRanges, sequences_of_batch,
 };
 use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, ScoreModifiers};
 use candle_attention_kernels::InstructionSet;
@@ -48,8 +48,8 @@ pub(crate) struct Call {
     pub dropout: Option<DropoutDraw>,
     pub backend: Backend,
     pub instruction_set: Option<InstructionSet>,
-    /// The reason why lists of keys became a boolean mask, if they did.
-    pub lists_as_mask: Option<&'static str>,
+    /// The reason why no path reads the listed keys alone, if the call had lists of keys and there is one.
+    pub lists_obstacle: Option<&'static str>,
 }
 
 /// The keys that each query of a call attends to, apart from a boolean mask.
@@ -231,7 +231,7 @@ impl Call {
             dropout: DropoutDraw::new(options),
             backend: options.backend,
             instruction_set: options.instruction_set,
-            lists_as_mask: None,
+            lists_obstacle: None,
         };
         let distances = (call.most_queries() + call.most_keys()).saturating_sub(1);
         options.check(op, &call.attention.q, distances, dtype)?;
@@ -339,19 +339,14 @@ fn listed(mask: &AttentionMask, dims: Dims, sequences: Option<&PackedSequences>)
     if !mask.has_key_lists() {
         return Ok(Vec::new());
     }
-    check_listed_sequences(dims.b)?;
-    mask.listed_keys(dims.b, dims.h_kv, dims.t_q, &listed_sequences(dims, sequences))
+    mask.listed_keys(dims.b, dims.h_kv, dims.t_q, &listed_sequences(dims, sequences)?)
 }
 
 /// Returns the sequences of a call: the entries of its batch, or packed ones.
-pub(super) fn listed_sequences(dims: Dims, sequences: Option<&PackedSequences>) -> Vec<ListedSequence> {
-    let Dims { b, t_q, t_kv, .. } = dims;
-    match sequences {
-        None => (0..b).map(|b| ListedSequence { b, queries: 0..t_q, t_kv }).collect(),
-        Some(packed) => {
-            packed.rows().map(|rows| ListedSequence { b: 0, queries: rows.queries, t_kv: rows.keys.len() }).collect()
-        }
-    }
+pub(super) fn listed_sequences(dims: Dims, sequences: Option<&PackedSequences>) -> Result<Vec<ListedSequence>> {
+    let Some(packed) = sequences else { return sequences_of_batch(dims.b, dims.t_q, dims.t_kv) };
+    let rows = packed.rows().map(|rows| ListedSequence { b: 0, queries: rows.queries, t_kv: rows.keys.len() });
+    Ok(rows.collect())
 }
 
 /// Checks that packed sequences end where q and k do, and that the mask has no tensor.

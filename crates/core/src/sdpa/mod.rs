@@ -50,7 +50,7 @@ pub use statistics::{AttentionStatistics, StatisticsOptions};
 pub(crate) use call::{Call, Qkv, ZERO_POINT, decoded};
 pub(crate) use keys::{FunctionKeys, OwnKeys};
 pub(crate) use results::{Attended, operation};
-pub(crate) use run::{choose, plan as plan_of_call, run as attend, run_on};
+pub(crate) use run::{choose, plan as plan_of_call, run as attend};
 
 /// Returns an error without the backtrace that Candle may append.
 fn first_line(error: &candle_core::Error) -> String {

@@ -9,7 +9,6 @@ use super::call::Call;
 use super::cpu;
 use super::cuda::CudaPath;
 use super::dropout::DropoutDraw;
-use super::listed;
 use super::metal::MetalCall;
 use super::options::Backend;
 use crate::mask::FullyMaskedRows;
@@ -49,21 +48,10 @@ impl Choice {
     /// # Errors
     /// If [`Backend::Fused`] is requested and no fused path supports the call.
     pub(super) fn new(call: &Call, wanted: RequestedResults) -> Result<Self> {
-        if call.backend == Backend::Reference {
-            return Ok(Self::Reference { reason: "requested".into() });
+        if call.backend != Backend::Reference && !call.attention.keys.lists.is_empty() {
+            return Self::of_lists(call);
         }
-        if !call.attention.keys.lists.is_empty() {
-            return Self::of_lists(call, wanted);
-        }
-        let fused = match unsupported_by_fused_paths(call, wanted) {
-            Some(reason) => Err(reason.into()),
-            None => match call.attention.q.device() {
-                Device::Cpu => Ok(Self::Cpu(instruction_set(call)?)),
-                Device::Cuda(_) => CudaPath::plan(call, wanted).map(|cuda_path| Self::Cuda(Box::new(cuda_path))),
-                Device::Metal(_) => MetalCall::plan(call, wanted).map(Self::Metal),
-            },
-        };
-        match fused {
+        match Self::fused(call, wanted)? {
             Ok(choice) => Ok(choice),
             Err(reason) if call.backend == Backend::Fused => bail!("[{}] no fused path: {reason}", call.op),
             Err(reason) => Ok(Self::Reference { reason }),
@@ -71,19 +59,19 @@ impl Choice {
     }
 
     /// Chooses the path of a call with lists of keys that are not a boolean mask.
-    fn of_lists(call: &Call, wanted: RequestedResults) -> Result<Self> {
-        match listed::obstacle(call, wanted)? {
+    fn of_lists(call: &Call) -> Result<Self> {
+        match call.lists_obstacle {
             None => Ok(Self::Listed(instruction_set(call)?)),
             Some(reason) if call.backend == Backend::Fused => bail!("[{}] no fused path: {reason}", call.op),
             Some(reason) => Ok(Self::Reference { reason: format!("no kernel reads the key lists: {reason}") }),
         }
     }
 
-    /// Returns the kernel that reads the pages of a call in place, or the reason why there is none.
+    /// Returns the kernel that runs a call, with keys in pages in place, or the reason why there is none.
     ///
     /// # Errors
     /// If the processor lacks the requested instruction set.
-    pub(super) fn over_pages(call: &Call, wanted: RequestedResults) -> Result<std::result::Result<Self, String>> {
+    pub(super) fn fused(call: &Call, wanted: RequestedResults) -> Result<std::result::Result<Self, String>> {
         if call.backend == Backend::Reference {
             return Ok(Err("requested".into()));
         }
@@ -92,11 +80,11 @@ impl Choice {
         }
         Ok(match call.attention.q.device() {
             Device::Cpu => match cpu::reason_to_copy(call, wanted) {
-                None => Ok(Self::Cpu(instruction_set(call)?)),
-                Some(reason) => Err(reason.into()),
+                Some(reason) if call.attention.keys.pages.is_some() => Err(reason.into()),
+                _ => Ok(Self::Cpu(instruction_set(call)?)),
             },
             Device::Cuda(_) => CudaPath::plan(call, wanted).map(|cuda_path| Self::Cuda(Box::new(cuda_path))),
-            Device::Metal(_) => Err("no Metal kernel reads pages".into()),
+            Device::Metal(_) => MetalCall::plan(call, wanted).map(Self::Metal),
         })
     }
 

@@ -109,7 +109,7 @@ fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Res
         dropout: packed.dropout.clone(),
         backend: packed.backend,
         instruction_set: packed.instruction_set,
-        lists_as_mask: None,
+        lists_obstacle: None,
     })
 }
 

@@ -10,65 +10,56 @@ use super::results::Attended;
 use super::{cpu, first_line, gather, listed, reference, statistics};
 use candle_attention_cuda::warn_of_each_text;
 
+/// A call in the form that its path reads, and the path.
+pub(crate) struct ChosenCall {
+    pub choice: Choice,
+    call: Call,
+}
+
+impl ChosenCall {
+    /// Returns the requested results.
+    pub fn attend(self, wanted: RequestedResults) -> Result<Attended> {
+        run_on(self.choice, self.call, wanted)
+    }
+
+    /// Returns the path in the form that callers read.
+    pub fn plan(self) -> Plan {
+        let mut plan = self.choice.plan();
+        if let Some(reason) = self.call.lists_obstacle
+            && self.call.attention.keys.lists.is_empty()
+        {
+            plan.reason.push_str(&format!("; the key lists are a boolean mask: {reason}"));
+        }
+        plan
+    }
+}
+
 /// Chooses the path of a call and runs it.
 pub(crate) fn run(call: Call, wanted: RequestedResults) -> Result<Attended> {
-    if !call.attention.keys.lists.is_empty() {
-        let readable = listed::readable(call, wanted)?;
-        let choice = choose(&readable, wanted)?;
-        return run_on(choice, readable, wanted);
+    if !has_pages_to_read(&call) {
+        return choose(call, wanted)?.attend(wanted);
     }
-    if call.attention.keys.pages.is_none() {
-        let choice = choose(&call, wanted)?;
-        return run_on(choice, call, wanted);
-    }
-    match Choice::over_pages(&call, wanted)? {
+    match Choice::fused(&call, wanted)? {
         Ok(Choice::Cpu(instruction_set)) => cpu::attend_over_pages(&call, instruction_set, wanted),
         Ok(Choice::Cuda(cuda_path)) => or_reference(&call, cuda_path.attend(wanted), || {
             reference::attend(&gather::with_keys_in_one_piece(call.clone())?, wanted)
         }),
-        _ => {
-            let copied = gather::with_keys_in_one_piece(call)?;
-            let choice = choose(&copied, wanted)?;
-            run_on(choice, copied, wanted)
-        }
+        _ => choose(gather::with_keys_in_one_piece(call)?, wanted)?.attend(wanted),
     }
 }
 
-/// Chooses the path of a call that can have the requested results.
-pub(crate) fn choose(call: &Call, wanted: RequestedResults) -> Result<Choice> {
-    if wanted.weights && call.sequences().is_some() {
-        bail!("[multi_head_attention] weights (B, H, T_q, T_kv) were requested, which packed sequences do not have")
-    }
-    if let Some(requested) = wanted.statistics {
-        statistics::check(requested, call)?;
-    }
-    Choice::new(call, wanted)
-}
-
-/// Runs a call on a path.
-pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Result<Attended> {
-    match choice {
-        Choice::Reference { .. } => reference::attend(&call, wanted),
-        Choice::Cpu(instruction_set) => cpu::attend(call, instruction_set, wanted),
-        Choice::Listed(instruction_set) => listed::attend(call, instruction_set, wanted),
-        Choice::Cuda(cuda_path) => or_reference(&call, cuda_path.attend(wanted), || reference::attend(&call, wanted)),
-        Choice::Metal(metal_call) => {
-            let fused = metal_call.output(&call).map(Attended::from);
-            or_reference(&call, fused, || reference::attend(&call, wanted))
-        }
-    }
+/// Returns whether a call has keys in pages that its kernel may read in place. Listed keys are copied from pages.
+fn has_pages_to_read(call: &Call) -> bool {
+    call.attention.keys.pages.is_some() && call.attention.keys.lists.is_empty()
 }
 
 /// Returns the path of a call for its output, without running it.
 pub(crate) fn plan(call: Call) -> Result<Plan> {
     let wanted = RequestedResults::default();
-    if !call.attention.keys.lists.is_empty() {
-        return plan_of_lists(call);
+    if !has_pages_to_read(&call) {
+        return Ok(choose(call, wanted)?.plan());
     }
-    if call.attention.keys.pages.is_none() {
-        return Ok(Choice::new(&call, wanted)?.plan());
-    }
-    let reason = match Choice::over_pages(&call, wanted)? {
+    let reason = match Choice::fused(&call, wanted)? {
         Ok(choice) => {
             let mut plan = choice.plan();
             plan.reason.push_str(", which reads pages in place");
@@ -83,14 +74,30 @@ pub(crate) fn plan(call: Call) -> Result<Plan> {
     Ok(plan)
 }
 
-/// Returns the path of a call with lists of keys.
-fn plan_of_lists(call: Call) -> Result<Plan> {
-    let readable = listed::readable(call, RequestedResults::default())?;
-    let mut plan = Choice::new(&readable, RequestedResults::default())?.plan();
-    if let Some(reason) = readable.lists_as_mask {
-        plan.reason.push_str(&format!("; the key lists are a boolean mask: {reason}"));
+/// Chooses the path of a call that can have the requested results.
+pub(crate) fn choose(call: Call, wanted: RequestedResults) -> Result<ChosenCall> {
+    let readable = listed::readable(call, wanted)?;
+    if wanted.weights && readable.sequences().is_some() {
+        bail!("[multi_head_attention] weights (B, H, T_q, T_kv) were requested, which packed sequences do not have")
     }
-    Ok(plan)
+    if let Some(requested) = wanted.statistics {
+        statistics::check(requested, &readable)?;
+    }
+    Ok(ChosenCall { choice: Choice::new(&readable, wanted)?, call: readable })
+}
+
+/// Runs a call on a path.
+pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Result<Attended> {
+    match choice {
+        Choice::Reference { .. } => reference::attend(&call, wanted),
+        Choice::Cpu(instruction_set) => cpu::attend(call, instruction_set, wanted),
+        Choice::Listed(instruction_set) => listed::attend(call, instruction_set, wanted),
+        Choice::Cuda(cuda_path) => or_reference(&call, cuda_path.attend(wanted), || reference::attend(&call, wanted)),
+        Choice::Metal(metal_call) => {
+            let fused = metal_call.output(&call).map(Attended::from);
+            or_reference(&call, fused, || reference::attend(&call, wanted))
+        }
+    }
 }
 
 /// Returns the results of a GPU kernel, or the results of the reference path if the kernel failed and another path is

@@ -2,9 +2,10 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::drafts::{ChosenTokens, Drafts, KeptTokens, RecordedCall};
+use super::drafts::{ChosenTokens, Drafts, KeptTokens, RecordedCall, not_a_path};
 use super::state::{CachedState, OP};
 use super::tree::is_row;
+use candle_attention_core::internal::check_kept;
 use candle_attention_modules::base::{Expect, check_entries};
 
 /// The cache of one [`GatedDeltaNet`](crate::GatedDeltaNet) for a batch of sequences: the state of each head, and the
@@ -218,8 +219,11 @@ impl DeltaCache {
         for (sequence, ((&len, tokens), end)) in lens.iter().zip(kept).zip(self.lens()).enumerate() {
             let tokens = tokens.as_ref();
             check_len(sequence, len, end)?;
-            check_kept(sequence, tokens, end - len)?;
+            check_kept(OP, sequence, tokens, end - len)?;
             let first_ones = tokens.iter().enumerate().take_while(|&(n, &token)| n == token).count();
+            if !tokens.is_empty() && len + first_ones == end && self.has_branches(sequence) {
+                return Err(not_a_path(sequence, tokens));
+            }
             unchanged.push(len + first_ones);
             later.push(tokens[first_ones..].iter().map(|token| token - first_ones).collect::<Vec<_>>());
         }
@@ -231,6 +235,11 @@ impl DeltaCache {
         }
         let kept_tokens = |sequence| KeptTokens { sequence, len: unchanged[sequence], later: &later[sequence] };
         self.keep_tokens((0..unchanged.len()).map(kept_tokens))
+    }
+
+    /// Returns whether the last tokens of a sequence are a tree with branches.
+    fn has_branches(&self, sequence: usize) -> bool {
+        self.states.last().is_some_and(|state| state.is_tree[sequence])
     }
 
     /// Keeps some of the last tokens of each sequence, in the order of the sequences.
@@ -388,17 +397,6 @@ impl DeltaCache {
 fn check_len(sequence: usize, len: usize, end: usize) -> Result<()> {
     if len > end {
         bail!("[{OP}] the length for sequence {sequence} is {len}, expected at most its {end} tokens")
-    }
-    Ok(())
-}
-
-/// Checks the kept tokens of a sequence, of which `drafted` can be kept.
-fn check_kept(sequence: usize, kept: &[usize], drafted: usize) -> Result<()> {
-    if let Some(token) = kept.iter().find(|&&token| token >= drafted) {
-        bail!("[{OP}] a kept token of sequence {sequence} is {token}, expected one of its last {drafted}")
-    }
-    if !kept.is_sorted_by(|token, next| token < next) {
-        bail!("[{OP}] the kept tokens of sequence {sequence} are {kept:?}, expected increasing numbers")
     }
     Ok(())
 }

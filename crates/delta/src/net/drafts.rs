@@ -1,6 +1,6 @@
 //! The last tokens of a cache, which can be taken back: the projections of each token, and the states before them.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Error, Result, Tensor, bail};
 
 use super::recurrence::{Recurrence, RecurrentInputs};
 use super::state::{CachedState, OP};
@@ -35,8 +35,8 @@ struct DraftedCall {
 /// A call of a layer, for the cache.
 pub(super) struct RecordedCall<'a> {
     pub recurrence: &'a Recurrence,
-    /// The state of all sequences before the call.
-    pub before: CachedState,
+    /// The state of all sequences before the call; `None` if they begin.
+    pub before: Option<CachedState>,
     pub inputs: &'a RecurrentInputs,
     pub tokens: &'a NewTokens,
     pub trees: Option<Trees<'a>>,
@@ -59,6 +59,7 @@ pub(super) struct ChosenTokens {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct KeptTokens<'a> {
     pub sequence: usize,
+    /// The number of first tokens that the sequence keeps.
     pub len: usize,
     /// In increasing order, where n is the token at position `len + n`.
     pub later: &'a [usize],
@@ -91,23 +92,39 @@ impl Drafts {
         if self.limit == 0 {
             return Ok(());
         }
-        self.sequences.resize(call.before.lens.len(), Vec::new());
-        self.recurrence = Some(call.recurrence.clone());
-        for (sequence, own) in call.tokens.tokens.iter().enumerate() {
-            let calls = &mut self.sequences[sequence];
-            if own.len() > self.limit {
-                calls.clear();
-            } else if !own.is_empty() {
-                let of_sequence =
-                    |xs: &Tensor| xs.narrow(0, sequence, 1)?.narrow(1, own.start, own.len())?.force_contiguous();
-                let tree = call.trees.map(|trees| trees.of(sequence)).filter(|tree| !is_row(tree));
-                calls.push(DraftedCall {
-                    before: call.before.of_sequence(sequence)?,
-                    inputs: call.inputs.map(of_sequence)?,
-                    count: own.len(),
-                    parents: tree.map(|tree| tree.parents().to_vec()),
-                });
+        let batch = call.tokens.tokens.len();
+        let initial;
+        let before = match &call.before {
+            Some(state) => state,
+            None => {
+                initial = call.recurrence.initial_state(batch, call.inputs)?;
+                &initial
             }
+        };
+        // All copies are made before anything changes, so that an error changes nothing.
+        let mut recorded = Vec::with_capacity(batch);
+        for (sequence, own) in call.tokens.tokens.iter().enumerate() {
+            if own.is_empty() || own.len() > self.limit {
+                recorded.push(None);
+                continue;
+            }
+            let of_sequence =
+                |xs: &Tensor| xs.narrow(0, sequence, 1)?.narrow(1, own.start, own.len())?.force_contiguous();
+            let tree = call.trees.map(|trees| trees.of(sequence)).filter(|tree| !is_row(tree));
+            recorded.push(Some(DraftedCall {
+                before: before.of_sequence(sequence)?,
+                inputs: call.inputs.map(of_sequence)?,
+                count: own.len(),
+                parents: tree.map(|tree| tree.parents().to_vec()),
+            }));
+        }
+        self.sequences.resize(batch, Vec::new());
+        self.recurrence = Some(call.recurrence.clone());
+        for ((calls, own), tokens) in self.sequences.iter_mut().zip(recorded).zip(&call.tokens.tokens) {
+            if tokens.len() > self.limit {
+                calls.clear();
+            }
+            calls.extend(own);
         }
         self.drop_early_calls();
         Ok(())
@@ -174,10 +191,7 @@ impl Drafts {
         for call in &calls[first..] {
             let rows = kept.rows_of(call);
             if !call.is_path(&rows) {
-                bail!(
-                    "[{OP}] sequence {sequence} keeps the tokens {rows:?} of a tree, expected a path: each token the \
-                     child of the one before, and the first one without a parent"
-                )
+                return Err(not_a_path(sequence, &rows));
             }
             if !rows.is_empty() {
                 selected.push(call.selected(&rows)?);
@@ -185,7 +199,8 @@ impl Drafts {
         }
         let mut remaining = calls[..first].to_vec();
         let is_computed = selected.is_empty();
-        if let Some(inputs) = joined(&selected)? {
+        if !is_computed {
+            let inputs = RecurrentInputs::one_after_the_other(&selected)?;
             let count = inputs.q.dim(1)?;
             remaining.push(DraftedCall { before: base.clone(), inputs, count, parents: None });
         }
@@ -284,19 +299,10 @@ impl DraftedCall {
     }
 }
 
-/// Returns inputs (1, t, ..) one after the other, if there are some.
-fn joined(all: &[RecurrentInputs]) -> Result<Option<RecurrentInputs>> {
-    let [first, others @ ..] = all else { return Ok(None) };
-    let mut inputs = first.clone();
-    for other in others {
-        let cat = |own: &Tensor, added: &Tensor| Tensor::cat(&[own, added], 1)?.contiguous();
-        inputs = RecurrentInputs {
-            q: cat(&inputs.q, &other.q)?,
-            k: cat(&inputs.k, &other.k)?,
-            v: cat(&inputs.v, &other.v)?,
-            beta: cat(&inputs.beta, &other.beta)?,
-            decay: cat(&inputs.decay, &other.decay)?,
-        };
-    }
-    Ok(Some(inputs))
+/// Returns the error of tokens of a tree that are not one path.
+pub(super) fn not_a_path(sequence: usize, rows: &[usize]) -> Error {
+    Error::msg(format!(
+        "[{OP}] sequence {sequence} keeps the tokens {rows:?} of a tree, expected a path: each token the child of the \
+         one before, and the first one without a parent"
+    ))
 }

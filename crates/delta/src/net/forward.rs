@@ -72,10 +72,6 @@ impl GatedDeltaNet {
         let heads = self.out_order.reorder_from_grouped(&reshape_linked(&normed, (b, t, h * d_v))?, 2)?;
         let output = self.out.product(&heads, 0..cfg.embed_dim(), residual.as_ref())?;
         if let (Some(cache), Some(conv_inputs)) = (&mut input.cache, &conv_inputs) {
-            let before = match before {
-                Some(state) => state,
-                None => recurrence.initial_state(b, &inputs)?,
-            };
             let call = RecordedCall { recurrence: &recurrence, before, inputs: &inputs, tokens: &tokens, trees };
             cache.advance(&call, conv_inputs, &head_states)?;
         }

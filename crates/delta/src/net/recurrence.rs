@@ -177,16 +177,30 @@ impl RecurrentInputs {
         for own in all {
             longest = longest.max(own.q.dim(1)?);
         }
-        let batch = |tensors: Vec<&Tensor>| -> Result<Tensor> {
-            let rows = tensors.into_iter().map(|own| own.pad_with_zeros(1, 0, longest - own.dim(1)?));
+        Self::combined(all, |tensors| {
+            let rows = tensors.iter().map(|own| own.pad_with_zeros(1, 0, longest - own.dim(1)?));
             Tensor::cat(&rows.collect::<Result<Vec<_>>>()?, 0)?.contiguous()
+        })
+    }
+
+    /// Returns the inputs of one sequence (1, T, ..), of inputs that follow each other.
+    pub fn one_after_the_other(all: &[Self]) -> Result<Self> {
+        let all: Vec<_> = all.iter().collect();
+        Self::combined(&all, |tensors| Tensor::cat(tensors, 1)?.contiguous())
+    }
+
+    /// Returns the inputs that `combine` makes of the same tensor of all.
+    fn combined(all: &[&Self], combine: impl Fn(&[&Tensor]) -> Result<Tensor>) -> Result<Self> {
+        let of = |tensor: fn(&Self) -> &Tensor| {
+            let tensors: Vec<_> = all.iter().map(|own| tensor(own)).collect();
+            combine(&tensors)
         };
         Ok(Self {
-            q: batch(all.iter().map(|own| &own.q).collect())?,
-            k: batch(all.iter().map(|own| &own.k).collect())?,
-            v: batch(all.iter().map(|own| &own.v).collect())?,
-            beta: batch(all.iter().map(|own| &own.beta).collect())?,
-            decay: batch(all.iter().map(|own| &own.decay).collect())?,
+            q: of(|own| &own.q)?,
+            k: of(|own| &own.k)?,
+            v: of(|own| &own.v)?,
+            beta: of(|own| &own.beta)?,
+            decay: of(|own| &own.decay)?,
         })
     }
 

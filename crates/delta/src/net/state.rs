@@ -65,20 +65,17 @@ impl CachedState {
     /// # Errors
     /// For tensors of other shapes, another dtype or another device.
     pub fn joined(&self, other: &Self) -> Result<Self> {
-        Ok(Self {
-            lens: [self.lens.as_slice(), &other.lens].concat(),
-            is_tree: [self.is_tree.as_slice(), &other.is_tree].concat(),
-            conv_inputs: joined("last inputs", &self.conv_inputs, &other.conv_inputs)?,
-            head_states: joined("states", &self.head_states, &other.head_states)?,
-        })
+        check_fits("last inputs", &self.conv_inputs, &other.conv_inputs)?;
+        check_fits("states", &self.head_states, &other.head_states)?;
+        Self::concatenated(&[self, other])
     }
 }
 
-/// Returns tensors (B, ..) one after the other; `kind` names them in errors.
-fn joined(kind: &str, own: &Tensor, added: &Tensor) -> Result<Tensor> {
+/// Checks that a tensor (B, ..) can follow another; `kind` names them in errors.
+fn check_fits(kind: &str, own: &Tensor, added: &Tensor) -> Result<()> {
     let dims = [&[added.dims()[0]], &own.dims()[1..]].concat();
     let name = format!("{kind} of the other cache");
     let found = Expect::many(OP, &name, added).sizes(&dims)?;
     found.dtype(own.dtype(), "this cache's")?.same_device("this cache", own.device())?;
-    Tensor::cat(&[own, added], 0)?.contiguous()
+    Ok(())
 }

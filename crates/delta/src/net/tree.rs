@@ -1,12 +1,12 @@
 //! Trees of drafted tokens: each path from a root to a last node is a separate sequence after the state in the cache.
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 
 use super::config::OP;
 use super::recurrence::{Recurred, Recurrence, RecurrentInputs};
 use super::state::CachedState;
 use candle_attention_core::TokenTree;
-use candle_attention_core::internal::{NewTokens, Padding};
+use candle_attention_core::internal::{NewTokens, Padding, check_trees, tree_of};
 use candle_attention_modules::base::check_memory;
 
 /// The trees of a call (B, T).
@@ -19,26 +19,13 @@ pub(super) struct Trees<'a> {
 impl<'a> Trees<'a> {
     /// Checks that there is one tree for all sequences, or one for each, with a node for each token.
     pub fn new(all: &'a [TokenTree], tokens: &NewTokens) -> Result<Self> {
-        let b = tokens.tokens.len();
-        if all.len() != 1 && all.len() != b {
-            bail!("[{OP}] there are {} trees, expected one for each of {b} sequences", all.len())
-        }
-        let trees = Self { all };
-        for (sequence, own) in tokens.tokens.iter().enumerate() {
-            let nodes = trees.of(sequence).len();
-            if nodes != own.len() {
-                bail!(
-                    "[{OP}] the tree of sequence {sequence} has {nodes} nodes, expected one for each of {} tokens",
-                    own.len()
-                )
-            }
-        }
-        Ok(trees)
+        check_trees(OP, all, tokens.tokens.iter().map(|own| own.len()))?;
+        Ok(Self { all })
     }
 
     /// Returns the tree of a sequence.
     pub fn of(&self, sequence: usize) -> &'a TokenTree {
-        &self.all[if self.all.len() == 1 { 0 } else { sequence }]
+        tree_of(self.all, sequence)
     }
 
     /// Returns whether no tree has a branch: each node follows the one before.
@@ -115,10 +102,9 @@ impl Paths {
         self.lens.push(path.len());
     }
 
-    /// Returns a tensor (B, T, ..) of tokens as (R, L, ..) of entries.
-    fn entries_of(&self, xs: &Tensor, device: &Device) -> Result<Tensor> {
-        let index = Tensor::new(self.tokens.as_slice(), device)?;
-        let rows = xs.flatten(0, 1)?.contiguous()?.index_select(&index, 0)?;
+    /// Returns a tensor (B, T, ..) of tokens as (R, L, ..) of entries. `tokens` are the tokens of the entries.
+    fn entries_of(&self, xs: &Tensor, tokens: &Tensor) -> Result<Tensor> {
+        let rows = xs.flatten(0, 1)?.contiguous()?.index_select(tokens, 0)?;
         rows.reshape([&[self.sequences.len(), self.longest], &xs.dims()[2..]].concat())
     }
 
@@ -159,7 +145,8 @@ impl Recurrence {
         let padding = Padding { starts: None, valid_lens: Some(&paths.lens) };
         let path_tokens = NewTokens::new(OP, Vec::new(), dims, padding, |_| String::new())?;
         let device = inputs.q.device();
-        let of_paths = inputs.map(|xs| path_tokens.without_padding(paths.entries_of(xs, device)?))?;
+        let entries = Tensor::new(paths.tokens.as_slice(), device)?;
+        let of_paths = inputs.map(|xs| path_tokens.without_padding(paths.entries_of(xs, &entries)?))?;
         let Recurred { ys, conv_inputs, head_states } = self.run(&of_paths, state.as_ref(), Some(&path_tokens))?;
         let first_rows: Vec<_> = paths.first_rows.iter().map(|&row| row as u32).collect();
         let first_rows = Tensor::new(first_rows, device)?;

@@ -14,7 +14,7 @@ use candle_attention_modules::base::{ParameterReader, number, part};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
-/// The scores that are computed at a time.
+/// The number of scores that are computed at a time.
 const SCORES: usize = 1 << 22;
 
 /// The sizes of an indexer, which chooses the keys that each query attends to: DeepSeek V3.2's lightning indexer
@@ -149,12 +149,10 @@ impl KeyIndexer for DeepSeekIndexer {
         let device = queries.q.device();
         let dims = [b, 1, t_q, t_kv];
         let keys = keys.to_dtype(DType::F32)?.transpose(1, 2)?.contiguous()?;
+        // A mask for each head says nothing about the keys of all heads.
+        let mask = mask.of_all_heads();
         let allowed = mask.combined_bool_mask(dims, device)?;
-        // A bias for each head says nothing about the keys of all heads.
-        let bias = match mask.has_bias_by_head() {
-            true => None,
-            false => mask.bias_tensor(dims, DType::F32, device)?,
-        };
+        let bias = mask.bias_tensor(dims, DType::F32, device)?;
         let mut chosen = vec![Vec::new(); b];
         let step = (SCORES / (b * num_heads * t_kv)).clamp(1, t_q);
         for start in (0..t_q).step_by(step) {

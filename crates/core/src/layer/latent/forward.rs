@@ -3,7 +3,7 @@
 use candle_core::{Module, Result, Tensor, bail};
 
 use super::{LayerIndexer, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OP};
-use crate::cache::{KvFloats, NewTokens};
+use crate::cache::{KeyChoice, KvFloats, NewTokens};
 use crate::layer::forward::{AttendedKeys, PreparedCall};
 use crate::layer::indexer::{IndexQueries, IndexedTokens};
 use crate::layer::input::{AttentionInput, KeysFrom};
@@ -57,6 +57,8 @@ impl MultiHeadLatentAttention {
             None => xs.clone(),
         };
         let mut rows = self.latent_rows(&xs, rotation.as_ref())?;
+        // The indexer's keys follow the latent and the shared key of a token.
+        let index_columns = rows.dim(3)?..rows.dim(3)? + self.indexer.as_ref().map_or(0, |own| own.module.key_width());
         let mut index_queries = None;
         if let Some(LayerIndexer { module, .. }) = &self.indexer {
             let indexed = IndexedTokens { xs: &xs, compressed: &compressed, rotation: index_rotation.as_ref() };
@@ -73,13 +75,15 @@ impl MultiHeadLatentAttention {
                 staged.call.expansion = Some(Box::new(|latents| self.without_index_keys(latents)));
             }
             if let Some(queries) = index_queries {
-                staged.call.choice = Some(Box::new(move |stored, own| self.with_chosen_keys(own, &queries, stored)));
+                let columns = index_columns;
+                let choose = Box::new(move |keys: &Tensor, own| self.with_chosen_keys(own, &queries, keys));
+                staged.call.choice = Some(KeyChoice { columns, choose });
             }
             cache_after = Some(staged.cache);
             AttendedKeys::Cached(staged.call)
         } else {
             if let Some(queries) = &index_queries {
-                mask = self.with_chosen_keys(mask, queries, &rows)?;
+                mask = self.with_chosen_keys(mask, queries, &part(&rows, 3, index_columns)?)?;
             }
             let KvFloats { k, v } = self.expand(&rows)?;
             match input.function {
@@ -98,12 +102,10 @@ impl MultiHeadLatentAttention {
         })
     }
 
-    /// Returns a mask with the keys that the indexer chooses for each query among rows (B, 1, T_kv, width).
-    fn with_chosen_keys(&self, mask: AttentionMask, queries: &IndexQueries, rows: &Tensor) -> Result<AttentionMask> {
+    /// Returns a mask with the keys that the indexer chooses for each query by its keys (B, 1, T_kv, width).
+    fn with_chosen_keys(&self, mask: AttentionMask, queries: &IndexQueries, keys: &Tensor) -> Result<AttentionMask> {
         let Some(LayerIndexer { module, .. }) = &self.indexer else { return Ok(mask) };
-        let width = rows.dim(3)?;
-        let keys = part(&rows.detach(), 3, width - module.key_width()..width)?.squeeze(1)?;
-        Ok(match module.choose(queries, &keys, &mask)? {
+        Ok(match module.choose(queries, &keys.detach().squeeze(1)?, &mask)? {
             Some(lists) => mask.with_key_lists(&lists),
             None => mask,
         })

@@ -69,7 +69,7 @@ impl MultiHeadLatentAttention {
         Self::build(cfg, ParameterReader::new(OP, "gguf", vb)?, |_| Ok(projections))
     }
 
-    /// Loads all heads, or those of a shard.
+    /// Loads all heads, or the heads of a shard.
     fn load(cfg: &MultiHeadLatentAttentionConfig, source: ParameterReader) -> Result<Self> {
         let h = cfg.num_heads();
         let embed_dim = cfg.embed_dim();

@@ -103,7 +103,7 @@ impl PagedCall<'_> {
             dropout: None,
             backend: call.backend,
             instruction_set: call.instruction_set,
-            lists_as_mask: None,
+            lists_obstacle: None,
         })
     }
 

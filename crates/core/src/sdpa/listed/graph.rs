@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_attention_call::{AttentionCall, RequestedResults};
 use candle_core::{DType, Result, Tensor, Var};
 
-use super::super::call::{Call, is_tracked, swapped_for};
+use super::super::call::{Call, swapped_for};
 use super::super::cpu;
 use super::super::results::Attended;
 use super::part::{PartTensors, parts_of};
@@ -18,13 +18,13 @@ use candle_attention_modules::base::rowwise::{to_vec, with_float};
 /// Returns the results with gradients for the inputs that are tracked.
 pub(super) fn record_results(call: Call, instruction_set: InstructionSet, found: ListedResults) -> Result<Attended> {
     let ListedResults { output, log_sum_exp } = found;
-    if !call.tracks_gradients() {
-        return Ok(Attended { log_sum_exp: Some(log_sum_exp), ..output.into() });
-    }
+    let (true, Some(lse)) = (call.tracks_gradients(), &log_sum_exp) else {
+        return Ok(Attended { log_sum_exp, ..output.into() });
+    };
     let layout = call.attention.output_layout;
     let stored = swapped_for(layout, output)?;
-    let shapes = [stored.shape().clone(), log_sum_exp.shape().clone()];
-    let lse = to_vec::<f32>(&log_sum_exp)?;
+    let shapes = [stored.shape().clone(), lse.shape().clone()];
+    let lse = to_vec::<f32>(lse)?;
     let call = Arc::new(call);
     let forward = call.clone();
     let backward = move |_: &Tensor, gradient: &Tensor, lse_gradient: Option<Tensor>| {
@@ -48,21 +48,22 @@ fn gradients(
 ) -> Result<Vec<Option<Tensor>>> {
     let AttentionCall { q, k, v, scores, .. } = &call.attention;
     let mut of_queries = Vec::new();
-    let mut of_keys = RowSums::of(k)?;
-    let mut of_values = RowSums::of(v)?;
+    let mut of_keys = k.track_op().then(|| RowSums::of(k)).transpose()?;
+    let mut of_values = v.track_op().then(|| RowSums::of(v)).transpose()?;
     let mut of_sinks: Option<Tensor> = None;
     let wanted = RequestedResults { log_sum_exp: of_lse.is_some(), ..RequestedResults::default() };
     for part in parts_of(call)? {
+        let part = part?;
         let tensors = part.tensors(call)?;
-        let (own_q, own_k, own_v) =
-            (Var::from_tensor(&tensors.q)?, Var::from_tensor(&tensors.k)?, Var::from_tensor(&tensors.v)?);
-        let own_sinks = tensors.sinks.as_ref().map(Var::from_tensor).transpose()?;
         let tracked = PartTensors {
-            q: own_q.as_tensor().clone(),
-            k: own_k.as_tensor().clone(),
-            v: own_v.as_tensor().clone(),
-            sinks: own_sinks.as_ref().map(|sinks| sinks.as_tensor().clone()),
-            ..tensors
+            q: as_tracked(tensors.q, q)?,
+            k: as_tracked(tensors.k, k)?,
+            v: as_tracked(tensors.v, v)?,
+            sinks: match (tensors.sinks, &scores.sinks) {
+                (Some(own), Some(sinks)) => Some(as_tracked(own, sinks)?),
+                _ => None,
+            },
+            kv_scales: tensors.kv_scales,
         };
         let attended = cpu::attend(part.call(call, &tracked)?, instruction_set, wanted)?;
         let mut objective = product(&attended.output, &part.in_blocks(of_output)?)?;
@@ -73,26 +74,35 @@ fn gradients(
             objective = (objective + product(&finite, &own)?)?;
         }
         let found = objective.backward()?;
-        let of_own_q = found.get(&own_q).cloned().unwrap_or(own_q.zeros_like()?);
-        of_queries.push(part.in_order(&of_own_q)?);
-        if let Some(gradient) = found.get(&own_k) {
-            part.selected.add_to(&mut of_keys, gradient)?;
+        if q.track_op() {
+            let of_own_q = match found.get(&tracked.q) {
+                Some(gradient) => gradient.clone(),
+                None => tracked.q.zeros_like()?,
+            };
+            of_queries.push(part.in_order(&of_own_q)?);
         }
-        if let Some(gradient) = found.get(&own_v) {
-            part.selected.add_to(&mut of_values, gradient)?;
+        if let (Some(sums), Some(gradient)) = (&mut of_keys, found.get(&tracked.k)) {
+            part.selected.add_to(sums, gradient)?;
         }
-        if let Some(gradient) = own_sinks.as_ref().and_then(|sinks| found.get(sinks)) {
+        if let (Some(sums), Some(gradient)) = (&mut of_values, found.get(&tracked.v)) {
+            part.selected.add_to(sums, gradient)?;
+        }
+        if let Some(gradient) = tracked.sinks.as_ref().and_then(|sinks| found.get(sinks)) {
             of_sinks = Some(match of_sinks {
                 Some(sum) => (sum + gradient)?,
                 None => gradient.clone(),
             });
         }
     }
-    let of_sinks = of_sinks.filter(|_| is_tracked(scores.sinks.as_ref()));
     let of_q = q.track_op().then(|| whole(call, &of_queries)).transpose()?;
-    let of_k = k.track_op().then(|| of_keys.into_tensor(k)).transpose()?;
-    let of_v = v.track_op().then(|| of_values.into_tensor(v)).transpose()?;
+    let of_k = of_keys.map(|sums| sums.into_tensor(k)).transpose()?;
+    let of_v = of_values.map(|sums| sums.into_tensor(v)).transpose()?;
     Ok(vec![of_q, of_k, of_v, of_sinks])
+}
+
+/// Returns a tensor of a part as a variable, if the tensor of the call is tracked for gradients.
+fn as_tracked(own: Tensor, of_call: &Tensor) -> Result<Tensor> {
+    if of_call.track_op() { Ok(Var::from_tensor(&own)?.into_inner()) } else { Ok(own) }
 }
 
 /// Returns the sum of the products of two tensors in f32.

@@ -22,21 +22,25 @@ const COPY: usize = 24;
 /// The estimated time of reading a key and its value in place, likewise.
 const READ: usize = 8;
 
-/// Returns the call in a form that the chosen path reads: with lists that it reads as lists, or with a boolean mask in
-/// their place, and with keys and values of pages in one piece where no path reads their listed rows.
+/// Returns a call in the form that its path reads: with lists that it reads as lists, or with a boolean mask in their
+/// place, and with keys and values of pages in one piece where no path reads their listed rows.
 pub(super) fn readable(mut call: Call, wanted: RequestedResults) -> Result<Call> {
-    let Some(reason) = obstacle(&call, wanted)? else { return Ok(call) };
+    if call.attention.keys.lists.is_empty() {
+        return Ok(call);
+    }
+    call.lists_obstacle = obstacle(&call, wanted)?;
+    if call.lists_obstacle.is_none() {
+        return Ok(call);
+    }
     if call.sequences().is_some() {
         // The reference path makes a boolean mask for each sequence.
         return gather::with_keys_in_one_piece(call);
     }
-    call = listed_mask::with_bool_mask(call)?;
-    call.lists_as_mask = Some(reason);
-    Ok(call)
+    listed_mask::with_bool_mask(call)
 }
 
 /// Returns the reason why no path reads the listed keys alone, if there is one.
-pub(super) fn obstacle(call: &Call, wanted: RequestedResults) -> Result<Option<&'static str>> {
+fn obstacle(call: &Call, wanted: RequestedResults) -> Result<Option<&'static str>> {
     let Dims { b, t_q, t_kv, d_v, .. } = call.attention.dims;
     let scores = &call.attention.scores;
     let [listed] = call.attention.keys.lists.as_slice() else {
@@ -78,16 +82,12 @@ pub(super) fn obstacle(call: &Call, wanted: RequestedResults) -> Result<Option<&
 
 /// Returns whether copies of the listed keys are estimated to take less time than reading all keys.
 fn pays(call: &Call, listed: &ListedKeys) -> Result<bool> {
-    let Dims { t_q, t_kv, .. } = call.attention.dims;
+    let Dims { b, t_q, t_kv, .. } = call.attention.dims;
     let group = call.attention.dims.group();
-    let mut of_all = 0usize;
-    let mut of_lists = 0usize;
     let copies = t_q.div_ceil(listed.query_block()).saturating_mul(COPY);
     let rows = t_q.saturating_mul(group);
-    for _ in 0..call.attention.dims.b {
-        of_all = of_all.saturating_add(t_kv.saturating_mul(READ));
-        of_lists = of_lists.saturating_add(listed.most_keys(t_kv).saturating_mul(rows.saturating_add(copies)));
-    }
+    let of_lists = b.saturating_mul(listed.most_keys(t_kv).saturating_mul(rows.saturating_add(copies)));
+    let mut of_all = b.saturating_mul(t_kv.saturating_mul(READ));
     for keys in &call.rows()?.keys {
         of_all = of_all.saturating_add(keys.len().saturating_mul(group));
     }
@@ -96,7 +96,8 @@ fn pays(call: &Call, listed: &ListedKeys) -> Result<bool> {
 
 /// Attends to the listed keys alone.
 pub(super) fn attend(call: Call, instruction_set: InstructionSet, wanted: RequestedResults) -> Result<Attended> {
-    let found = forward(&call, instruction_set)?;
+    let with_lse = wanted.log_sum_exp || call.tracks_gradients();
+    let found = forward(&call, instruction_set, with_lse)?;
     let results = graph::record_results(call, instruction_set, found)?;
     Ok(Attended { log_sum_exp: results.log_sum_exp.filter(|_| wanted.log_sum_exp), ..results })
 }
@@ -105,23 +106,26 @@ pub(super) fn attend(call: Call, instruction_set: InstructionSet, wanted: Reques
 struct ListedResults {
     /// (B, H, T_q, D_v), contiguous in the call's layout.
     output: Tensor,
-    /// (B, H, T_q).
-    log_sum_exp: Tensor,
+    /// (B, H, T_q), if it was requested or the backward pass needs it.
+    log_sum_exp: Option<Tensor>,
 }
 
-/// Computes the output and the log-sum-exp, part by part.
-fn forward(call: &Call, instruction_set: InstructionSet) -> Result<ListedResults> {
+/// Computes the output, and the log-sum-exp on request, part by part.
+fn forward(call: &Call, instruction_set: InstructionSet, with_lse: bool) -> Result<ListedResults> {
     let mut outputs = Vec::new();
     let mut log_sum_exps = Vec::new();
+    let wanted = RequestedResults { log_sum_exp: with_lse, ..RequestedResults::default() };
     for part in parts_of(call)? {
-        let own = part.call(call, &part.tensors(call)?)?;
-        let wanted = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
-        let (output, log_sum_exp) = cpu::attend(own, instruction_set, wanted)?.output_and_log_sum_exp()?;
-        outputs.push(part.in_order(&output)?);
-        log_sum_exps.push(part.in_order(&log_sum_exp.unsqueeze(3)?)?);
+        let part = part?;
+        let found = cpu::attend(part.call(call, &part.tensors(call)?)?, instruction_set, wanted)?;
+        outputs.push(part.in_order(&found.output)?);
+        if let Some(log_sum_exp) = found.log_sum_exp {
+            log_sum_exps.push(part.in_order(&log_sum_exp.unsqueeze(3)?)?);
+        }
     }
     let output = call.in_output_layout(whole(call, &outputs)?)?;
-    Ok(ListedResults { output, log_sum_exp: whole(call, &log_sum_exps)?.squeeze(3)? })
+    let log_sum_exp = if with_lse { Some(whole(call, &log_sum_exps)?.squeeze(3)?) } else { None };
+    Ok(ListedResults { output, log_sum_exp })
 }
 
 /// Returns the rows (1, H, queries, X) of all parts as (B, H, T_q, X).

@@ -10,13 +10,13 @@ use super::super::options::{Backend, OutputLayout};
 use super::rows::{SelectedRows, StoredRow};
 use crate::mask::{CallRanges, FullyMaskedRows, ListPlace, ListedKeys, ListedSequence, RowRanges};
 
-/// The numbers of keys and values that are copied at a time, unless one block of queries has more.
+/// The number of elements of keys and values that are copied at a time, unless one block of queries has more.
 const COPIED_NUMBERS: usize = 1 << 20;
 
 /// Consecutive blocks of queries of one sequence, all of the same size.
 pub(super) struct ListedPart {
     sequence: ListedSequence,
-    /// The numbers of the queries in the batch entry.
+    /// The indices of the queries in the batch entry.
     queries: Range<usize>,
     /// The number of queries that share a list.
     query_block: usize,
@@ -39,36 +39,44 @@ pub(super) struct PartTensors {
     pub sinks: Option<Tensor>,
 }
 
-/// Returns the parts of a call with one list of keys, in the order of the queries.
-pub(super) fn parts_of(call: &Call) -> Result<Vec<ListedPart>> {
+/// Returns the parts of a call with one list of keys, in the order of the queries. A part is made when it is requested,
+/// since the rows of all parts may not fit in memory.
+pub(super) fn parts_of(call: &Call) -> Result<impl Iterator<Item = Result<ListedPart>>> {
     let Dims { h_kv, d, d_v, .. } = call.attention.dims;
     let listed = &call.attention.keys.lists[0];
-    let mut parts = Vec::new();
-    for (s, sequence) in listed_sequences(call.attention.dims, call.sequences()).into_iter().enumerate() {
+    let mut places = Vec::new();
+    let mut longest = 0;
+    for (index, sequence) in listed_sequences(call.attention.dims, call.sequences())?.into_iter().enumerate() {
         let size = listed.query_block();
         let numbers = listed.most_keys(sequence.t_kv).max(1).saturating_mul(h_kv * (d + d_v));
         let blocks = (COPIED_NUMBERS / numbers).max(1);
+        longest = longest.max(sequence.t_kv);
         let mut start = sequence.queries.start;
         while start < sequence.queries.end {
             let left = sequence.queries.end - start;
             // A last block with fewer queries is a separate part.
             let part = if left < size { left } else { size.saturating_mul(blocks).min(left / size * size) };
-            parts.push(ListedPart::new(call, listed, s, &sequence, start..start + part)?);
+            places.push(PartPlace { index, sequence: sequence.clone(), queries: start..start + part });
             start += part;
         }
     }
-    Ok(parts)
+    let mut seen = vec![false; longest];
+    Ok(places.into_iter().map(move |place| ListedPart::new(call, listed, place, &mut seen)))
+}
+
+/// The queries of a part.
+struct PartPlace {
+    /// The index of the sequence in the call.
+    index: usize,
+    sequence: ListedSequence,
+    /// The indices of the queries in the batch entry.
+    queries: Range<usize>,
 }
 
 impl ListedPart {
-    /// Selects the rows of some queries of the sequence with index `s`.
-    fn new(
-        call: &Call,
-        listed: &ListedKeys,
-        s: usize,
-        sequence: &ListedSequence,
-        queries: Range<usize>,
-    ) -> Result<Self> {
+    /// Selects the rows of some queries. `seen` has an entry for each key, all of them false before and after.
+    fn new(call: &Call, listed: &ListedKeys, place: PartPlace, seen: &mut [bool]) -> Result<Self> {
+        let PartPlace { index: s, sequence, queries } = place;
         let rows = call.rows()?;
         let first_row = sequence.b * call.attention.dims.t_q;
         let first_key = call.sequences().map_or(0, |packed| packed.keys(s).start);
@@ -79,15 +87,14 @@ impl ListedPart {
             let keys = &rows.keys[first_row + i];
             keys.start - first_key..keys.end - first_key
         };
-        let mut seen = vec![false; sequence.t_kv];
         let mut lists: Vec<Vec<usize>> = Vec::with_capacity(blocks * heads);
         for block in 0..blocks {
             let own = queries.start + block * query_block..queries.start + (block + 1) * query_block;
             let allowed = union_of(own.map(of_query));
             for head in 0..heads {
-                let place = ListPlace { b: sequence.b, head, block: queries.start / listed.query_block() + block };
+                let list = ListPlace { b: sequence.b, head, block: queries.start / listed.query_block() + block };
                 let mut keys = Vec::with_capacity(listed.most_keys(sequence.t_kv));
-                for key in listed.keys(place, sequence.t_kv).filter(|key| allowed.contains(key)) {
+                for key in listed.keys(list, sequence.t_kv).filter(|key| allowed.contains(key)) {
                     if !seen[key] {
                         seen[key] = true;
                         keys.push(key);
@@ -108,7 +115,7 @@ impl ListedPart {
         let ranges_of_queries: Vec<_> = queries.clone().map(of_query).collect();
         let (ranges, mask) = masked(&lists, heads, n, query_block, &ranges_of_queries, call.attention.dims.h);
         Ok(Self {
-            sequence: sequence.clone(),
+            sequence,
             queries,
             query_block,
             selected: SelectedRows { rows: selected, blocks, heads, n },
@@ -170,7 +177,7 @@ impl ListedPart {
             dropout: None,
             backend: Backend::Auto,
             instruction_set: whole.instruction_set,
-            lists_as_mask: None,
+            lists_obstacle: None,
         })
     }
 
