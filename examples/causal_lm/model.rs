@@ -18,7 +18,7 @@ use candle_nn::Embedding;
 use serde_json::Value;
 
 use attention::{Attention, Cache, Input};
-use blocks::family::{Family, LAYERS, LogitScaling, required, size};
+use blocks::family::{Family, LAYERS, LogitScaling, required, size, text_config, ties_embeddings};
 pub use blocks::{Blocks, attention, gguf, weights};
 use blocks::{Loader, Norm, optional};
 use weights::{OUTPUTS, OtherRanks, Weights, shard_range};
@@ -99,8 +99,7 @@ pub struct CausalLm {
 impl CausalLm {
     /// Loads a model from a `config.json` and weights at the checkpoint's root; `loaded` is called after every block.
     pub fn load<'a>(whole: &Value, weights: impl Into<Weights<'a>>, loaded: impl FnMut(usize, usize)) -> Result<Self> {
-        // A model that also processes images has the config of its text apart.
-        let json = whole.get("text_config").filter(|text| text.is_object()).unwrap_or(whole);
+        let json = text_config(whole);
         let weights = weights.into();
         let mut family = Family::of(json)?;
         if let Some(gguf) = weights.gguf {
@@ -108,7 +107,7 @@ impl CausalLm {
         }
         // A base model without a head has no prefix.
         let inner = weights.below(BASES, EMBEDDINGS);
-        let (embedding, head) = embedding_and_head(whole, json, &weights, &inner)?;
+        let (embedding, head) = embedding_and_head(whole, &weights, &inner)?;
         let vocab_size = match weights.gguf {
             Some(gguf) => gguf.vocabulary(),
             None => size(json, "vocab_size"),
@@ -262,15 +261,9 @@ impl CausalLm {
 
 /// Loads the embedding and the head, which is the embedding again if the config ties them. `weights` are at the root of
 /// the checkpoint, `inner` at the base model.
-fn embedding_and_head(
-    whole: &Value,
-    json: &Value,
-    weights: &Weights,
-    inner: &Weights,
-) -> Result<(PackedLinear, PackedLinear)> {
+fn embedding_and_head(json: &Value, weights: &Weights, inner: &Weights) -> Result<(PackedLinear, PackedLinear)> {
     let table = inner.pp(inner.named(EMBEDDINGS)?);
-    let tied = whole["tie_word_embeddings"].as_bool().or(json["tie_word_embeddings"].as_bool());
-    if tied.unwrap_or(weights.first(HEADS).is_none()) {
+    if ties_embeddings(json).unwrap_or(weights.first(HEADS).is_none()) {
         let embedding = table.linear(OUTPUTS)?;
         return Ok((embedding.clone(), embedding));
     }

@@ -17,7 +17,7 @@ use serde_json::Value;
 use blocks::attention::{Attention, Input};
 use blocks::{Blocks, Loader, Norm, optional};
 pub use blocks::{family, weights};
-use family::{Family, LAYERS, LLAMA, MlpKind, NormKind, Norms, required, size};
+use family::{Family, LAYERS, LLAMA, MlpKind, NormKind, Norms, required, size, text_config};
 use weights::Weights;
 
 /// The names that architectures have for the model below a head, its embeddings and their norm, and its blocks. A
@@ -110,11 +110,8 @@ fn encoder_family(json: &Value) -> Result<Option<Family>> {
     }))
 }
 
-/// Returns the family of a `config.json`.
-fn family(json: &Value) -> Result<Family> {
-    if let Some(family) = encoder_family(json)? {
-        return Ok(family);
-    }
+/// Returns the family of the `config.json` of a model that is no encoder.
+fn decoder_family(json: &Value) -> Result<Family> {
     let Ok(family) = Family::of(json) else {
         bail!(
             "[encoder] model_type is {}, expected one of {}, or a decoder that causal_lm runs",
@@ -173,10 +170,13 @@ impl Encoder {
     /// # Errors
     /// If the architecture, a field or an activation is not supported, or a tensor is missing.
     pub fn load(json: &Value, vb: VarBuilder, loaded: impl FnMut(usize, usize)) -> Result<Self> {
-        // A model that also processes images has the config of its text apart.
-        let json = json.get("text_config").filter(|text| text.is_object()).unwrap_or(json);
-        let json = &known_as(json)?;
-        let family = family(json)?;
+        let json = &known_as(text_config(json))?;
+        let encoder = encoder_family(json)?;
+        let is_decoder = encoder.is_none();
+        let family = match encoder {
+            Some(family) => family,
+            None => decoder_family(json)?,
+        };
         let weights = Weights::from(vb);
         let inner = weights.below(BASES, WORDS);
         let words = EmbeddingLayer::from_embedding(inner.table(inner.named(WORDS)?)?)?;
@@ -185,7 +185,6 @@ impl Encoder {
         let mut loader = Loader::new("encoder", family, json, weights, width);
         let blocks = Blocks::load(&mut loader, required(json, LAYERS)?, &inner, BLOCKS, loaded)?;
         let model_type = json["model_type"].as_str().unwrap_or_default();
-        let is_decoder = !Self::is_one(json);
         let mut segments = None;
         if size(json, "type_vocab_size").is_some_and(|n| n > 0) {
             segments = Some(EmbeddingLayer::from_embedding(inner.table("embeddings.token_type_embeddings")?)?);

@@ -314,6 +314,17 @@ impl LogitScaling {
     }
 }
 
+/// Returns the config of a model's text, which a model that also processes images has apart.
+pub fn text_config(json: &Value) -> &Value {
+    json.get("text_config").filter(|text| text.is_object()).unwrap_or(json)
+}
+
+/// Returns whether the head of a model is its embeddings again; `None` if the `config.json` does not say it.
+pub fn ties_embeddings(json: &Value) -> Option<bool> {
+    let key = "tie_word_embeddings";
+    json[key].as_bool().or(text_config(json)[key].as_bool())
+}
+
 /// The names of a config's field for the number of blocks.
 pub const LAYERS: &[&str] = &["num_hidden_layers", "n_layer", "n_layers"];
 

@@ -210,13 +210,12 @@ impl<'a> Weights<'a> {
         let joint = if self.gguf.is_some() || names.gate == names.up { names.up } else { "gate_up_proj" };
         // GTE's published checkpoints have the gate after up.
         let swapped = "up_gate_proj";
-        if self.gguf.is_none() && self.first(&[swapped]).is_some() {
-            let weight = self.pp(swapped);
-            let (gate, up) = (weight.linear(OUTPUTS.half(1))?, weight.linear(OUTPUTS.half(0))?);
-            return Mlp::gated(gate, up, self.pp(names.down).linear(INPUTS)?, activation);
-        }
+        let is_swapped = self.gguf.is_none() && self.first(&[swapped]).is_some();
         let is_joint = names.gate == names.up || self.first(&[names.gate]).is_none() && self.first(&[joint]).is_some();
-        let (gate, up) = if is_joint {
+        let (gate, up) = if is_swapped {
+            let weight = self.pp(swapped);
+            (weight.linear(OUTPUTS.half(1))?, weight.linear(OUTPUTS.half(0))?)
+        } else if is_joint {
             let weight = self.pp(joint);
             (weight.linear(OUTPUTS.half(0))?, weight.linear(OUTPUTS.half(1))?)
         } else {
