@@ -39,6 +39,20 @@ impl Fields {
         self.object.get(key).unwrap_or(&Value::Null)
     }
 
+    /// Returns the settings in a section; one that is missing or null has no settings.
+    pub fn section(&self, key: &str) -> Result<Self> {
+        let json = match self.get(key) {
+            Value::Null => Value::Object(Map::new()),
+            own => own.clone(),
+        };
+        Self::of(&format!("{key} of {}", self.file), json)
+    }
+
+    /// Returns the settings as JSON.
+    pub fn into_object(self) -> Map<String, Value> {
+        self.object
+    }
+
     pub fn has(&self, key: &str) -> bool {
         self.object.contains_key(key)
     }

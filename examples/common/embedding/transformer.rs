@@ -110,18 +110,19 @@ impl TransformerSettings {
         known.extend(ARGUMENTS);
         fields.only(&known)?;
         for section in ARGUMENTS {
-            refuse_others(name, section, fields.get(section), &HARMLESS)?;
+            fields.section(section)?.only(&HARMLESS)?;
         }
-        refuse_others(name, "processing_kwargs", fields.get("processing_kwargs"), &[TEMPLATE])?;
-        let modalities = fields.get("modality_config");
-        refuse_others(name, "modality_config", modalities, &["text", "message"])?;
-        let kind = if modalities["message"].is_null() { "text" } else { "message" };
+        let processing = fields.section("processing_kwargs")?;
+        processing.only(&[TEMPLATE])?;
+        let modalities = fields.section("modality_config")?;
+        modalities.only(&["text", "message"])?;
+        let kind = if modalities.get("message").is_null() { "text" } else { "message" };
         Ok(Self {
             file: name,
             task: fields.text("transformer_task")?.map(str::to_string),
-            output: modalities[kind]["method_output_name"].as_str().map(str::to_string),
+            output: modalities.section(kind)?.text("method_output_name")?.map(str::to_string),
             expansion: expansion(&fields)?,
-            template: template(name, &modalities["message"], &fields.get("processing_kwargs")[TEMPLATE])?,
+            template: template(&modalities, &processing)?,
             max_tokens: fields.count("max_seq_length", "tokens")?,
             lowercase: fields.flag("do_lower_case", false)?,
             query_tokens: fields.count("query_length", "tokens")?,
@@ -182,10 +183,11 @@ impl TransformerSettings {
 
 /// Reads the tokens after a question.
 fn expansion(fields: &Fields) -> Result<Option<Expansion>> {
-    let own = match fields.get("query_expansion") {
-        Value::Null => return Ok(None),
-        own => Fields::of(&format!("query_expansion of {}", fields.file()), own.clone())?,
-    };
+    let name = "query_expansion";
+    if fields.get(name).is_null() {
+        return Ok(None);
+    }
+    let own = fields.section(name)?;
     own.only(&["strategy", "length", "attend", "token"])?;
     let cuts = match own.text("strategy")? {
         Some("fixed") => true,
@@ -197,30 +199,21 @@ fn expansion(fields: &Fields) -> Result<Option<Expansion>> {
     Ok(Some(Expansion { length, cuts, attends: own.flag("attend", false)?, token }))
 }
 
-/// Reads how a chat template is called: `message` is null if there is none, `arguments` if there are none.
-fn template(file: &str, message: &Value, arguments: &Value) -> Result<Option<TemplateSettings>> {
-    let Some(message) = message.as_object() else { return Ok(None) };
-    let is_structured = match message.get("format").and_then(Value::as_str) {
+/// Reads how a chat template is called; `None` if messages are no modality of the model. `processing` has variables.
+fn template(modalities: &Fields, processing: &Fields) -> Result<Option<TemplateSettings>> {
+    if modalities.get("message").is_null() {
+        return Ok(None);
+    }
+    let is_structured = match modalities.section("message")?.text("format")? {
         None | Some("auto") => None,
         Some("flat") => Some(false),
         Some("structured") => Some(true),
-        Some(other) => bail!("[{EXAMPLE}] the format {other:?} in modality_config of {file} is not known"),
+        Some(other) => bail!("[{EXAMPLE}] the format {other:?} in {} is not known", modalities.file()),
     };
-    let mut variables = arguments.as_object().cloned().unwrap_or_default();
+    let mut variables = processing.section(TEMPLATE)?.into_object();
     let restores_suffix = variables.remove(SUFFIX).is_none_or(|flag| flag != false);
     if let Some(size) = SIZES.into_iter().find(|size| variables.contains_key(*size)) {
-        bail!("[{EXAMPLE}] {TEMPLATE} in processing_kwargs of {file} has {size}, which is not supported")
+        bail!("[{EXAMPLE}] {TEMPLATE} in {} has {size}, which is not supported", processing.file())
     }
     Ok(Some(TemplateSettings { is_structured, variables, restores_suffix }))
-}
-
-/// Checks that the keys of a section are among these; null has none.
-fn refuse_others(file: &str, section: &str, json: &Value, known: &[&str]) -> Result<()> {
-    let empty = Map::new();
-    for (key, value) in json.as_object().unwrap_or(&empty) {
-        if !known.contains(&key.as_str()) {
-            bail!("[{EXAMPLE}] {section} of {file} has {key}: {value}, which is not known")
-        }
-    }
-    Ok(())
 }
