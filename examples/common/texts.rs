@@ -1,4 +1,6 @@
-//! Code that examples over lists of texts share: reading texts, their greatest length, and printing their beginnings.
+//! Code that examples over lists of texts share: reading texts, their greatest length, batches, and printing their
+//! beginnings.
+#![allow(dead_code, reason = "each program uses a part")]
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -7,6 +9,7 @@ use std::time::Duration;
 use candle_attention::text::{Encoding, SimpleTokenizer};
 use candle_core::{Result, bail};
 use clap::Args;
+use serde_json::Value;
 
 use crate::common::page::{self, PageOfLayers};
 use crate::common::{EXAMPLE, read_optional, read_text};
@@ -51,8 +54,12 @@ impl TextArgs {
     }
 }
 
-/// Returns the most tokens that both the checkpoint's tokenizer and the positions of its model accept.
-pub fn max_tokens(folder: &Path, positions: Option<usize>) -> Result<Option<usize>> {
+/// Returns the most tokens of a text: a number of the settings, or else the most that both the checkpoint's tokenizer
+/// and the positions of its model accept.
+pub fn max_tokens(given: Option<usize>, folder: &Path, positions: Option<usize>) -> Result<Option<usize>> {
+    if given.is_some() {
+        return Ok(given);
+    }
     // The file has a number of thirty digits if there is no limit.
     let length = read_optional(&folder.join(TOKENIZER))?["model_max_length"].as_u64();
     let most = length.and_then(|length| usize::try_from(length).ok());
@@ -62,13 +69,43 @@ pub fn max_tokens(folder: &Path, positions: Option<usize>) -> Result<Option<usiz
     })
 }
 
-/// Loads a checkpoint's tokenizer, which cuts texts at `max_tokens`.
-pub fn tokenizer(folder: &Path, max_tokens: Option<usize>) -> Result<SimpleTokenizer> {
-    let mut tokenizer = SimpleTokenizer::from_file(folder.join("tokenizer.json"))?;
-    if let Some(most) = max_tokens {
-        tokenizer = tokenizer.with_truncation(most)?;
+/// Loads a checkpoint's tokenizer.
+pub fn tokenizer(folder: &Path) -> Result<SimpleTokenizer> {
+    Ok(SimpleTokenizer::from_file(folder.join("tokenizer.json"))?)
+}
+
+/// Returns a tokenizer that cuts texts at `max_tokens`, if there is a limit.
+pub fn cutting(tokenizer: SimpleTokenizer, max_tokens: Option<usize>) -> Result<SimpleTokenizer> {
+    match max_tokens {
+        Some(most) => Ok(tokenizer.with_truncation(most)?),
+        None => Ok(tokenizer),
     }
-    Ok(tokenizer)
+}
+
+/// Returns the text of a special token in a tokenizer's settings.
+pub fn special_token(setting: &Value) -> Option<&str> {
+    setting.as_str().or(setting["content"].as_str())
+}
+
+/// Computes a result of each text, in the order of the texts. `run` computes a batch; `done` is called with the
+/// numbers of texts done and in all.
+pub fn in_batches<T>(
+    texts: &[Encoding],
+    batch: NonZeroUsize,
+    done: &mut dyn FnMut(usize, usize),
+    mut run: impl FnMut(&[&Encoding]) -> Result<Vec<T>>,
+) -> Result<Vec<T>> {
+    // A batch has texts of about one length, so that no thread waits for a long one.
+    let mut order: Vec<usize> = (0..texts.len()).collect();
+    order.sort_by_key(|&text| texts[text].ids.len());
+    let mut results = Vec::with_capacity(texts.len());
+    for chosen in order.chunks(batch.get()) {
+        let own: Vec<_> = chosen.iter().map(|&text| &texts[text]).collect();
+        results.extend(chosen.iter().zip(run(&own)?));
+        done(results.len(), texts.len());
+    }
+    results.sort_by_key(|(text, _)| **text);
+    Ok(results.into_iter().map(|(_, result)| result).collect())
 }
 
 /// Runs the model over one input and writes a page of the attention of every layer.

@@ -6,8 +6,9 @@ use candle_nn::{Activation, LayerNorm, VarBuilder};
 use serde_json::Value;
 
 use crate::common::EXAMPLE;
+use crate::embedding::pooling::parts;
 use crate::model::Encoder;
-use crate::model::family::{Family, LogitScaling};
+use crate::model::family::{Family, LogitScaling, text_config, ties_embeddings};
 use crate::model::weights::Weights;
 use crate::settings::ScoreKind;
 
@@ -156,9 +157,9 @@ impl Head {
             None => None,
             Some(name) => Some(head_norm(width, config, &weights.pp(name))?),
         };
-        let has_biases = config["model_type"] == "modernbert" || names.dense.is_none();
+        let may_lack_biases = config["model_type"] == "modernbert" || names.dense.is_none();
         for name in [names.dense, Some(names.score)].into_iter().flatten() {
-            if !has_biases && !weights.contains_tensor(&format!("{name}.bias")) {
+            if !may_lack_biases && !weights.contains_tensor(&format!("{name}.bias")) {
                 bail!("[{EXAMPLE}] {name} has no bias in the checkpoint, expected one")
             }
         }
@@ -170,27 +171,19 @@ impl Head {
     /// Computes the scores (N,) of texts of `lens` tokens in f32 from the hidden states (total, E) of their tokens.
     pub fn forward(&self, hidden: &Tensor, lens: &[usize]) -> Result<Tensor> {
         let mut pooled = Vec::with_capacity(lens.len());
-        let mut start = 0;
-        for &len in lens {
-            let own = hidden.narrow(0, start, len)?;
+        for own in parts(hidden, lens)? {
             pooled.push(match self.pooled {
                 Pooled::First => own.narrow(0, 0, 1)?,
-                Pooled::Last => own.narrow(0, len - 1, 1)?,
+                Pooled::Last => own.narrow(0, own.dim(0)? - 1, 1)?,
                 Pooled::Mean => own.to_dtype(DType::F32)?.mean_keepdim(0)?.to_dtype(own.dtype())?,
                 Pooled::All => own,
             });
-            start += len;
         }
         let scores = self.layers.forward(&Tensor::cat(&pooled, 0)?.contiguous()?)?;
         if self.pooled != Pooled::All {
             return Ok(scores);
         }
-        let mut means = Vec::with_capacity(lens.len());
-        let mut first = 0;
-        for &len in lens {
-            means.push(scores.narrow(0, first, len)?.mean(0)?);
-            first += len;
-        }
+        let means = parts(&scores, lens)?.iter().map(|own| own.mean(0)).collect::<Result<Vec<_>>>()?;
         Tensor::stack(&means, 0)
     }
 }
@@ -285,10 +278,8 @@ fn head_norm(width: usize, config: &Value, weights: &Weights) -> Result<LayerNor
 
 /// Loads the rows of the model's output for some tokens; the output is the embeddings again if the config ties them.
 fn token_rows(model: &Encoder, config: &Value, weights: &Weights, ids: &[u32]) -> Result<Layers> {
-    let json = config.get("text_config").filter(|text| text.is_object()).unwrap_or(config);
-    let tied = config["tie_word_embeddings"].as_bool().or(json["tie_word_embeddings"].as_bool());
     let head = weights.pp("lm_head");
-    let is_tied = tied.unwrap_or(!head.contains_tensor("weight"));
+    let is_tied = ties_embeddings(config).unwrap_or(!head.contains_tensor("weight"));
     let table = if is_tied { model.word_embeddings().clone() } else { head.get_unchecked("weight")? };
     let vocabulary = table.dim(0)?;
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) {
@@ -300,5 +291,6 @@ fn token_rows(model: &Encoder, config: &Value, weights: &Weights, ids: &[u32]) -
         bias = Some(head.get(vocabulary, "bias")?.index_select(&rows, 0)?);
     }
     let rows = PackedLinear::new(&table.index_select(&rows, 0)?, bias.as_ref())?;
+    let json = text_config(config);
     Ok(Layers::Tokens { rows, scaling: LogitScaling::of(&Family::of(json)?, json) })
 }

@@ -13,12 +13,13 @@ use serde_json::Value;
 use crate::common::{EXAMPLE, read_json, read_optional};
 use crate::embedding::fields::Fields;
 use crate::embedding::modules::{self, MODULES, Module};
-use crate::embedding::pipeline::TokenSteps;
+use crate::embedding::pipeline::Steps;
+use crate::embedding::pooling::parts;
 use crate::embedding::prompts::{PROMPTS, prompt};
 use crate::embedding::transformer::{Expansion, TransformerSettings};
 use crate::model::Encoder;
 use crate::settings::LATE;
-use crate::texts::{TOKENIZER, max_tokens, tokenizer};
+use crate::texts::{TOKENIZER, cutting, max_tokens, special_token, tokenizer};
 
 /// The module that says which tokens are scored.
 const MASK: &str = "MultiVectorMask";
@@ -29,7 +30,7 @@ pub struct LateSettings {
     pub model: PathBuf,
     transformer: TransformerSettings,
     mask: Fields,
-    steps: TokenSteps,
+    steps: Steps,
     prompts: Fields,
     /// Whether a score is the mean over the question's tokens.
     is_mean: bool,
@@ -66,16 +67,16 @@ impl LateSettings {
         let transformer = TransformerSettings::read(&folder.join(&first.path))?;
         transformer.require("feature-extraction", "last_hidden_state")?;
         transformer.refuse_template()?;
-        let steps = TokenSteps::read(folder, after, device)?;
+        let steps = Steps::on_tokens(folder, after, device)?;
         Ok(Self { model: first.path.clone(), transformer, mask: fields, steps, prompts, is_mean })
     }
 
-    /// Returns the prompt of this name, or else the one before questions, if there is one.
-    pub fn question_prompt(&self, name: Option<&str>) -> Result<Option<String>> {
-        match name {
-            None => Ok(self.side_prompt("query")),
-            name => prompt(&self.prompts, name),
+    /// Returns the given prompt, or else the one of this name, or else the one before questions, if there is one.
+    pub fn question_prompt(&self, given: Option<&str>, name: Option<&str>) -> Result<Option<String>> {
+        if given.is_none() && name.is_none() {
+            return Ok(self.side_prompt("query"));
         }
+        prompt(&self.prompts, given, name)
     }
 
     /// Returns the prompt of one side, questions or passages, if there is one.
@@ -88,7 +89,7 @@ impl LateSettings {
 pub struct Late<'a> {
     model: &'a Encoder,
     settings: &'a LateSettings,
-    pub questions: SimpleTokenizer,
+    questions: SimpleTokenizer,
     pub passages: SimpleTokenizer,
     /// The most tokens of a passage.
     pub most: Option<usize>,
@@ -104,24 +105,23 @@ impl<'a> Late<'a> {
     /// Reads the tokenizer in the folder of a model.
     pub fn read(folder: &Path, settings: &'a LateSettings, model: &'a Encoder) -> Result<Self> {
         let own = &settings.transformer;
-        let most = match own.max_tokens {
-            None => max_tokens(folder, model.max_tokens)?,
-            most => most,
-        };
+        let most = max_tokens(own.max_tokens, folder, model.max_tokens)?;
         let of_questions = match &own.expansion {
             Some(Expansion { length, cuts: true, .. }) => Some(*length),
             Some(Expansion { length, .. }) => own.query_tokens.or(most).map(|tokens| tokens.max(*length)),
             None => own.query_tokens.or(most),
         };
         let of_passages = own.document_tokens.or(most);
-        let passages = tokenizer(folder, of_passages)?;
+        let whole = tokenizer(folder)?;
+        let passages = cutting(whole.clone(), of_passages)?;
         let json = read_optional(&folder.join(TOKENIZER))?;
         let mut expansion = None;
         if let Some(Expansion { token, .. }) = &own.expansion {
             if json["padding_side"] == "left" {
                 bail!("[{EXAMPLE}] questions are expanded on the left, expected the right")
             }
-            let named = token.as_deref().or(special(&json, "mask_token")).or(special(&json, "eos_token"));
+            let special = special_token(&json["mask_token"]).or(special_token(&json["eos_token"]));
+            let named = token.as_deref().or(special);
             let Some(name) = named else {
                 bail!("[{EXAMPLE}] questions are expanded, and {TOKENIZER} has no mask_token and no eos_token")
             };
@@ -129,16 +129,14 @@ impl<'a> Late<'a> {
             let unknown = || format!("[{EXAMPLE}] questions are expanded by {name:?}, which is not in the vocabulary");
             expansion = Some(id.with_context(unknown)?);
         }
-        let unknown = special(&json, "unk_token");
         let words = settings.mask.get("skiplist_words").as_array().into_iter().flatten().filter_map(Value::as_str);
-        let ids = words.filter(|word| Some(*word) == unknown || passages.token_to_id(word).is_some());
-        let skipped = ids.filter_map(|word| passages.token_to_id(word)).collect();
+        let skipped = words.filter_map(|word| passages.token_to_id(word)).collect();
         let tasks = settings.mask.get("skiplist_tasks");
         let has = |task: &str| tasks.as_array().into_iter().flatten().any(|name| name == task);
         Ok(Self {
             model,
             settings,
-            questions: tokenizer(folder, of_questions)?,
+            questions: cutting(whole, of_questions)?,
             passages,
             most: of_passages,
             expansion,
@@ -173,14 +171,13 @@ impl<'a> Late<'a> {
     pub fn scores(&self, question: &Tensor, passages: &[&[u32]]) -> Result<Vec<f32>> {
         let hidden = self.model.forward(passages)?;
         let vectors = self.settings.steps.forward(&hidden)?;
-        let mut start = 0;
+        let lens: Vec<_> = passages.iter().map(|ids| ids.len()).collect();
         let mut scores = Vec::with_capacity(passages.len());
-        for ids in passages {
-            let own = self.scored(&vectors.narrow(0, start, ids.len())?, ids, self.skips_passages)?;
+        for (ids, of_tokens) in passages.iter().zip(parts(&vectors, &lens)?) {
+            let own = self.scored(&of_tokens, ids, self.skips_passages)?;
             let nearest = question.matmul(&own.t()?)?.max(D::Minus1)?;
             let score = if self.settings.is_mean { nearest.mean_all()? } else { nearest.sum_all()? };
             scores.push(score.to_scalar()?);
-            start += ids.len();
         }
         Ok(scores)
     }
@@ -194,9 +191,4 @@ impl<'a> Late<'a> {
         }
         vectors.index_select(&Tensor::new(rows, vectors.device())?, 0)
     }
-}
-
-/// Returns a special token in a tokenizer's settings.
-fn special<'v>(json: &'v Value, name: &str) -> Option<&'v str> {
-    json[name].as_str().or(json[name]["content"].as_str())
 }

@@ -35,16 +35,14 @@ use rayon::prelude::*;
 use serde_json::Value;
 
 use common::{EXAMPLE, Files, ModelArgs, cannot, make_folders, quantization, with_bar};
-use embedding::modules::{self, MODULES};
-use embedding::prompts::PROMPTS;
-use embedding::transformer::SETTINGS;
+use embedding::modules;
 use head::Head;
 use late::{Late, LateSettings};
 use model::Encoder;
 use pairs::Pairs;
 use settings::Settings;
 use template::TEMPLATE;
-use texts::{TOKENIZER, TextArgs, rate, shown, write_page};
+use texts::{TextArgs, in_batches, rate, shown, write_page};
 
 /// Orders passages by how well they answer a question, with the scores of a cross-encoder.
 ///
@@ -100,7 +98,7 @@ fn run(args: &Args) -> Result<String> {
         bail!("[{EXAMPLE}] the question is empty, expected a text")
     }
     make_folders(&[args.out.as_ref(), args.model.page.as_ref()])?;
-    let folder = folder(args)?;
+    let folder = modules::fetch(&args.model, None, &[TEMPLATE])?;
     let ranking = if args.late { by_tokens(args, &folder, &passages)? } else { by_pairs(args, &folder, &passages)? };
     if let Some(path) = &args.out {
         write_scores(&ranking.scores, path)?;
@@ -151,19 +149,18 @@ impl Ranking {
 /// Scores passages with a cross-encoder.
 fn by_pairs(args: &Args, folder: &Path, passages: &[String]) -> Result<Ranking> {
     let settings = Settings::read(folder)?;
-    let given = args.prompt.as_ref().map(|prompt| Ok(Some(prompt.clone())));
     // As in sentence-transformers, the empty prompt is none.
-    let prompt = given.unwrap_or_else(|| settings.prompt(args.prompt_name.as_deref()))?.filter(|it| !it.is_empty());
+    let prompt = settings.prompt(args.prompt.as_deref(), args.prompt_name.as_deref())?.filter(|it| !it.is_empty());
     let own = folder.join(&settings.model);
     let Files { config, vb, .. } = args.model.open_folder(&own, args.quantize)?;
     let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb.clone(), loaded))?;
-    let pairs = Pairs::read(&own, &config, &settings, &model)?.of(&args.question, prompt.as_deref());
-    let kind = settings.kind(&config, pairs.tokenizer())?;
-    let token = |id| pairs.tokenizer().id_to_token(id).unwrap_or_default();
-    let head = Head::load(kind, &model, &config, vb, token)?;
+    let pairs = Pairs::read(&own, &config, &settings, &model)?;
+    let token = |id| pairs.tokenizer.id_to_token(id).unwrap_or_default();
+    let head = Head::load(pairs.kind, &model, &config, vb, token)?;
     let start = Instant::now();
-    let encodings = passages.par_iter().map(|passage| pairs.encode(passage)).collect::<Result<Vec<_>>>()?;
-    let scores = in_batches(args, &encodings, |batch| {
+    let question = pairs.of(&args.question, prompt.as_deref())?;
+    let encodings = passages.par_iter().map(|passage| question.encode(passage)).collect::<Result<Vec<_>>>()?;
+    let scores = scored(args, &encodings, |batch| {
         let ids: Vec<_> = batch.iter().map(|pair| pair.ids.as_slice()).collect();
         let segments: Vec<_> = batch.iter().flat_map(|pair| pair.type_ids.clone()).collect();
         let lens: Vec<_> = ids.iter().map(|ids| ids.len()).collect();
@@ -178,7 +175,7 @@ fn by_pairs(args: &Args, folder: &Path, passages: &[String]) -> Result<Ranking> 
     ];
     let ranking = Ranking::new(scores, &model, &config, &lines, cut(&encodings, pairs.most));
     if let Some(path) = &args.model.page {
-        write_page(&model, pairs.tokenizer(), &args.question, &encodings[ranking.order()[0]], path)?;
+        write_page(&model, &pairs.tokenizer, &args.question, &encodings[ranking.order()[0]], path)?;
     }
     Ok(ranking)
 }
@@ -186,8 +183,7 @@ fn by_pairs(args: &Args, folder: &Path, passages: &[String]) -> Result<Ranking> 
 /// Scores passages with a model that has a vector for each token.
 fn by_tokens(args: &Args, folder: &Path, passages: &[String]) -> Result<Ranking> {
     let settings = LateSettings::read(folder, &args.model.device.open(0)?)?;
-    let given = args.prompt.as_ref().map(|prompt| Ok(Some(prompt.clone())));
-    let prompt = given.unwrap_or_else(|| settings.question_prompt(args.prompt_name.as_deref()))?;
+    let prompt = settings.question_prompt(args.prompt.as_deref(), args.prompt_name.as_deref())?;
     let prompt = prompt.filter(|it| !it.is_empty());
     let own = folder.join(&settings.model);
     let Files { config, vb, .. } = args.model.open_folder(&own, args.quantize)?;
@@ -196,7 +192,7 @@ fn by_tokens(args: &Args, folder: &Path, passages: &[String]) -> Result<Ranking>
     let start = Instant::now();
     let question = late.question(&args.question, prompt.as_deref())?;
     let encodings = late.encode(passages)?;
-    let scores = in_batches(args, &encodings, |batch| {
+    let scores = scored(args, &encodings, |batch| {
         let ids: Vec<_> = batch.iter().map(|passage| passage.ids.as_slice()).collect();
         late.scores(&question, &ids)
     })?;
@@ -224,39 +220,9 @@ fn cut(texts: &[Encoding], most: Option<usize>) -> String {
     most.map_or(String::new(), |most| format!(", {num_cut} cut at {most} tokens"))
 }
 
-/// Returns the folder of the checkpoint, after the files of all modules are fetched if it is on the hub.
-fn folder(args: &Args) -> Result<PathBuf> {
-    let files = [&[MODULES, PROMPTS, TOKENIZER, TEMPLATE][..], &SETTINGS].concat();
-    let folder = args.model.folder(&files)?;
-    if args.model.model_id.is_some() {
-        let more = modules::files(&folder, None)?;
-        args.model.folder(&more.iter().map(String::as_str).collect::<Vec<_>>())?;
-    }
-    Ok(folder)
-}
-
-/// Computes the scores of texts, in their order, in batches of texts of about one length.
-fn in_batches(
-    args: &Args,
-    texts: &[Encoding],
-    mut score: impl FnMut(&[&Encoding]) -> Result<Vec<f32>>,
-) -> Result<Vec<f32>> {
-    let mut order: Vec<usize> = (0..texts.len()).collect();
-    order.sort_by_key(|&text| texts[text].ids.len());
-    let mut scores = vec![0.0; texts.len()];
-    let mut num_done = 0;
-    with_bar("reading", "passages", |done| {
-        for chosen in order.chunks(args.passages.batch.get()) {
-            let batch: Vec<_> = chosen.iter().map(|&text| &texts[text]).collect();
-            for (&text, own) in chosen.iter().zip(score(&batch)?) {
-                scores[text] = own;
-            }
-            num_done += chosen.len();
-            done(num_done, texts.len());
-        }
-        Ok(())
-    })?;
-    Ok(scores)
+/// Computes the scores of texts, in their order.
+fn scored(args: &Args, texts: &[Encoding], score: impl FnMut(&[&Encoding]) -> Result<Vec<f32>>) -> Result<Vec<f32>> {
+    with_bar("reading", "passages", |done| in_batches(texts, args.passages.batch, done, score))
 }
 
 fn write_scores(scores: &[f32], path: &Path) -> Result<()> {

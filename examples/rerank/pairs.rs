@@ -11,7 +11,7 @@ use crate::embedding::transformer::{TemplateSettings, TransformerSettings};
 use crate::model::Encoder;
 use crate::settings::{ScoreKind, Settings};
 use crate::template::{ChatTemplate, PairTexts};
-use crate::texts::{TOKENIZER, max_tokens, tokenizer};
+use crate::texts::{TOKENIZER, cutting, max_tokens, tokenizer};
 
 /// The texts before and after a pair on the card of Qwen3-Reranker, and its instruction.
 const CARD_BEFORE: &str = "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and \
@@ -30,42 +30,60 @@ enum Method {
     Card,
 }
 
-/// A question, which is put together with passages.
+/// How the pairs of a checkpoint become tokens.
 pub struct Pairs<'a> {
-    tokenizer: SimpleTokenizer,
+    pub tokenizer: SimpleTokenizer,
+    /// The kind of the head that scores pairs.
+    pub kind: ScoreKind,
     method: Method,
     settings: &'a TransformerSettings,
-    question: &'a str,
-    prompt: Option<&'a str>,
     /// The most tokens of a pair; longer passages are cut.
     pub most: Option<usize>,
     /// Whether the model reads the two texts as segments.
     has_segments: bool,
 }
 
+/// A question, which is put together with passages.
+pub struct Question<'a> {
+    pairs: &'a Pairs<'a>,
+    parts: Parts<'a>,
+}
+
+/// The texts and tokens that all pairs of a question have.
+enum Parts<'a> {
+    /// The text before the passage's.
+    Tokenizer { first: String },
+    Template {
+        template: &'a ChatTemplate,
+        prompt: Option<&'a str>,
+        question: String,
+        /// The last tokens of a pair that is cut.
+        end: Option<End>,
+    },
+    /// The fixed tokens before and after a pair, and the text between them up to the passage.
+    Card { before: Encoding, start: String, after: Encoding },
+}
+
+/// The last tokens of a text.
+struct End {
+    ids: Vec<u32>,
+    tokens: Vec<String>,
+}
+
 impl<'a> Pairs<'a> {
     /// Reads the tokenizer in the folder of a model with this `config.json`.
     pub fn read(folder: &Path, config: &Value, settings: &'a Settings, model: &Encoder) -> Result<Self> {
         let own = &settings.transformer;
-        let most = match own.max_tokens {
-            None => max_tokens(folder, model.max_tokens)?,
-            most => most,
-        };
+        let most = max_tokens(own.max_tokens, folder, model.max_tokens)?;
+        let mut tokenizer = tokenizer(folder)?;
+        let kind = settings.kind(config, &tokenizer)?;
+        let method = method(folder, config, settings, kind)?;
         // Texts by a template are cut here, since they have no tokens that the tokenizer adds.
-        let whole = tokenizer(folder, None)?;
-        let method = method(folder, config, settings, settings.kind(config, &whole)?)?;
-        let cutting = if matches!(method, Method::Tokenizer) { tokenizer(folder, most)? } else { whole };
+        if matches!(method, Method::Tokenizer) {
+            tokenizer = cutting(tokenizer, most)?;
+        }
         let has_segments = model.num_segments() > 1 && names_segments(&read_optional(&folder.join(TOKENIZER))?);
-        Ok(Self { tokenizer: cutting, method, settings: own, question: "", prompt: None, most, has_segments })
-    }
-
-    /// Returns pairs of this question, after a prompt if there is one.
-    pub fn of(self, question: &'a str, prompt: Option<&'a str>) -> Self {
-        Self { question, prompt, ..self }
-    }
-
-    pub fn tokenizer(&self) -> &SimpleTokenizer {
-        &self.tokenizer
+        Ok(Self { tokenizer, kind, method, settings: own, most, has_segments })
     }
 
     /// Returns the description of the method in reports; `None` if the tokenizer makes pairs.
@@ -77,82 +95,119 @@ impl<'a> Pairs<'a> {
         }
     }
 
-    /// Returns the tokens of the question with a passage.
+    /// Prepares the pairs of a question, after a prompt if there is one.
     ///
     /// # Errors
-    /// As the tokenizer and the template.
-    pub fn encode(&self, passage: &str) -> Result<Encoding> {
-        let mut encoding = self.encode_texts(passage)?;
-        if !self.has_segments {
-            encoding.type_ids.fill(0);
-        }
-        Ok(encoding)
-    }
-
-    /// Returns the tokens of the question with a passage, with the tokenizer's segments.
-    fn encode_texts(&self, passage: &str) -> Result<Encoding> {
-        let question = self.settings.letters(self.question);
-        let letters = self.settings.letters(passage);
-        match &self.method {
+    /// As the tokenizer and the template, and if texts are cut before the passage of a card.
+    pub fn of<'q>(&'q self, question: &str, prompt: Option<&'q str>) -> Result<Question<'q>> {
+        let question = self.settings.letters(question);
+        let parts = match &self.method {
             Method::Tokenizer => {
-                let prompt = self.settings.letters(self.prompt.unwrap_or_default());
-                Ok(self.tokenizer.encode_pair(&format!("{prompt}{question}"), &letters)?)
+                let prompt = self.settings.letters(prompt.unwrap_or_default());
+                Parts::Tokenizer { first: format!("{prompt}{question}") }
             }
             Method::Template(template) => {
-                self.encode_by(template, PairTexts { prompt: self.prompt, question: &question, passage: &letters })
+                let end = self.end_of(template, prompt)?;
+                Parts::Template { template, prompt, question, end }
             }
-            Method::Card => self.encode_as_card(&question, &letters),
-        }
+            Method::Card => {
+                let before = self.encode_plain(CARD_BEFORE)?;
+                let after = self.encode_plain(CARD_AFTER)?;
+                let fixed = before.ids.len() + after.ids.len();
+                if let Some(most) = self.most.filter(|&most| most <= fixed) {
+                    bail!("[{EXAMPLE}] texts are cut at {most} tokens, expected more than the {fixed} of the template")
+                }
+                let prompt = prompt.unwrap_or(CARD_PROMPT);
+                let start = format!("<Instruct>: {prompt}\n<Query>: {question}\n<Document>: ");
+                Parts::Card { before, start, after }
+            }
+        };
+        Ok(Question { pairs: self, parts })
     }
 
-    /// Returns the tokens of a pair by a template. One that is cut ends with the tokens that the template puts after
-    /// every text, as in sentence-transformers.
-    fn encode_by(&self, template: &ChatTemplate, pair: PairTexts) -> Result<Encoding> {
-        let mut encoding = self.encode_plain(&template.render(pair)?)?;
-        let Some(most) = self.most.filter(|&most| encoding.ids.len() > most) else { return Ok(encoding) };
-        cut(&mut encoding, most);
-        if template.settings.restores_suffix {
-            let PairTexts { prompt, .. } = pair;
-            let text = |filler| template.render(PairTexts { prompt, question: filler, passage: filler });
-            let one = self.encode_plain(&text("0")?)?;
-            let other = self.encode_plain(&text("1 2 3 4")?)?;
-            // The common end of pairs of different texts is the template's.
-            let ends = one.ids.iter().rev().zip(other.ids.iter().rev());
-            let common = ends.take_while(|(a, b)| a == b).count();
-            if common < one.ids.len().min(other.ids.len()) {
-                restore(&mut encoding, &one, common.min(most));
-            }
+    /// Returns the tokens that a template puts after every text, if texts are cut and end with them, as in
+    /// sentence-transformers.
+    fn end_of(&self, template: &ChatTemplate, prompt: Option<&str>) -> Result<Option<End>> {
+        if self.most.is_none() || !template.settings.restores_suffix {
+            return Ok(None);
         }
-        Ok(encoding)
-    }
-
-    /// Returns the tokens of a pair as Qwen3-Reranker's card makes them: what is cut is the text between the two fixed
-    /// ones.
-    fn encode_as_card(&self, question: &str, passage: &str) -> Result<Encoding> {
-        let mut encoding = self.encode_plain(CARD_BEFORE)?;
-        let after = self.encode_plain(CARD_AFTER)?;
-        let prompt = self.prompt.unwrap_or(CARD_PROMPT);
-        let mut middle =
-            self.encode_plain(&format!("<Instruct>: {prompt}\n<Query>: {question}\n<Document>: {passage}"))?;
-        let fixed = encoding.ids.len() + after.ids.len();
-        if let Some(most) = self.most {
-            if most <= fixed {
-                bail!("[{EXAMPLE}] texts are cut at {most} tokens, expected more than the {fixed} of the template")
-            }
-            cut(&mut middle, most - fixed);
+        let text = |filler| template.render(PairTexts { prompt, question: filler, passage: filler });
+        let mut one = self.encode_plain(&text("0")?)?;
+        let other = self.encode_plain(&text("1 2 3 4")?)?;
+        // The common end of pairs of different texts is the template's.
+        let ends = one.ids.iter().rev().zip(other.ids.iter().rev());
+        let common = ends.take_while(|(a, b)| a == b).count();
+        if common == one.ids.len().min(other.ids.len()) {
+            return Ok(None);
         }
-        encoding.num_truncated = middle.num_truncated;
-        for part in [middle, after] {
-            encoding.ids.extend(part.ids);
-            encoding.tokens.extend(part.tokens);
-            encoding.type_ids.extend(part.type_ids);
-        }
-        Ok(encoding)
+        let start = one.ids.len() - common;
+        Ok(Some(End { ids: one.ids.split_off(start), tokens: one.tokens.split_off(start) }))
     }
 
     /// Returns the tokens of a text; the tokenizer adds none.
     fn encode_plain(&self, text: &str) -> Result<Encoding> {
         Ok(self.tokenizer.encode_with(text, SpecialTokens::Without)?)
+    }
+}
+
+impl Question<'_> {
+    /// Returns the tokens of the question with a passage.
+    ///
+    /// # Errors
+    /// As the tokenizer and the template.
+    pub fn encode(&self, passage: &str) -> Result<Encoding> {
+        let Pairs { tokenizer, settings, has_segments, .. } = self.pairs;
+        let letters = settings.letters(passage);
+        let mut encoding = match &self.parts {
+            Parts::Tokenizer { first } => tokenizer.encode_pair(first, &letters)?,
+            Parts::Template { template, prompt, question, end } => {
+                let text = template.render(PairTexts { prompt: *prompt, question, passage: &letters })?;
+                self.encode_whole(&text, end.as_ref())?
+            }
+            Parts::Card { before, start, after } => self.encode_between(before, &format!("{start}{letters}"), after)?,
+        };
+        if !has_segments {
+            encoding.type_ids.fill(0);
+        }
+        Ok(encoding)
+    }
+
+    /// Returns the tokens of a template's text. If they are cut, the last ones are these.
+    fn encode_whole(&self, text: &str, end: Option<&End>) -> Result<Encoding> {
+        let mut encoding = self.pairs.encode_plain(text)?;
+        let Some(most) = self.pairs.most.filter(|&most| encoding.ids.len() > most) else { return Ok(encoding) };
+        cut(&mut encoding, most);
+        if let Some(end) = end {
+            end.restore(&mut encoding);
+        }
+        Ok(encoding)
+    }
+
+    /// Returns the tokens of a text between fixed tokens; only the text is cut.
+    fn encode_between(&self, before: &Encoding, text: &str, after: &Encoding) -> Result<Encoding> {
+        let mut middle = self.pairs.encode_plain(text)?;
+        if let Some(most) = self.pairs.most {
+            cut(&mut middle, most - before.ids.len() - after.ids.len());
+        }
+        let mut encoding = before.clone();
+        encoding.num_truncated = middle.num_truncated;
+        for part in [&middle, after] {
+            encoding.ids.extend_from_slice(&part.ids);
+            encoding.tokens.extend_from_slice(&part.tokens);
+            encoding.type_ids.extend_from_slice(&part.type_ids);
+        }
+        Ok(encoding)
+    }
+}
+
+impl End {
+    /// Replaces the last tokens of a text by these.
+    fn restore(&self, encoding: &mut Encoding) {
+        let count = self.ids.len().min(encoding.ids.len());
+        let start = encoding.ids.len() - count;
+        let from = self.ids.len() - count;
+        encoding.ids.splice(start.., self.ids[from..].iter().copied());
+        encoding.tokens.splice(start.., self.tokens[from..].iter().cloned());
     }
 }
 
@@ -199,12 +254,4 @@ fn cut(encoding: &mut Encoding, most: usize) {
     encoding.ids.truncate(most);
     encoding.tokens.truncate(most);
     encoding.type_ids.truncate(most);
-}
-
-/// Replaces the last `count` tokens of a text by the last ones of another.
-fn restore(encoding: &mut Encoding, other: &Encoding, count: usize) {
-    let start = encoding.ids.len() - count;
-    let from = other.ids.len() - count;
-    encoding.ids.splice(start.., other.ids[from..].iter().copied());
-    encoding.tokens.splice(start.., other.tokens[from..].iter().cloned());
 }

@@ -97,9 +97,9 @@ impl Settings {
         Ok(ScoreKind::Tokens { yes: id("yes")?, no: Some(id("no")?) })
     }
 
-    /// Returns the prompt of this name, or else the default one, if there is one.
-    pub fn prompt(&self, name: Option<&str>) -> Result<Option<String>> {
-        prompt(&self.prompts, name)
+    /// Returns the given prompt, or else the one of this name, or else the default one, if there is one.
+    pub fn prompt(&self, given: Option<&str>, name: Option<&str>) -> Result<Option<String>> {
+        prompt(&self.prompts, given, name)
     }
 }
 

@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use crate::common::{EXAMPLE, read_optional, read_text};
 use crate::embedding::transformer::TemplateSettings;
-use crate::texts::TOKENIZER;
+use crate::texts::{TOKENIZER, special_token};
 
 /// The file of a template; older folders have it in the tokenizer's settings.
 pub const TEMPLATE: &str = "chat_template.jinja";
@@ -56,8 +56,7 @@ impl ChatTemplate {
         };
         let mut tokens = Map::new();
         for (name, token) in tokenizer.as_object().into_iter().flatten() {
-            let text = token.as_str().or(token["content"].as_str());
-            if let Some(text) = text.filter(|_| name.ends_with("_token")) {
+            if let Some(text) = special_token(token).filter(|_| name.ends_with("_token")) {
                 tokens.insert(name.clone(), text.into());
             }
         }

@@ -1,13 +1,15 @@
 //! Runs sentences through the model and the modules after it, in batches of sentences of about the same length.
 
+use std::num::NonZeroUsize;
+
 use candle_attention::text::{Encoding, SimpleTokenizer};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
-use crate::common::EXAMPLE;
 use crate::embedding::pipeline::Pipeline;
 use crate::embedding::prompts::num_prompt_tokens;
 use crate::model::Encoder;
+use crate::texts::in_batches;
 
 /// The embeddings of sentences.
 pub struct Embeddings {
@@ -27,7 +29,7 @@ pub struct Embedder<'a> {
     /// The text before every sentence, if there is one.
     pub prompt: Option<&'a str>,
     /// The number of sentences that go through the model at a time.
-    pub batch: usize,
+    pub batch: NonZeroUsize,
 }
 
 impl Embedder<'_> {
@@ -46,26 +48,14 @@ impl Embedder<'_> {
         let encodings = sentences.par_iter().map(|sentence| settings.encode(tokenizer, prompt, sentence));
         let encodings = encodings.collect::<Result<Vec<_>>>()?;
         let unpooled = self.num_unpooled()?;
-        // A batch has texts of about one length, so that no thread waits for a long one.
-        let mut order: Vec<usize> = (0..encodings.len()).collect();
-        order.sort_by_key(|&sentence| encodings[sentence].ids.len());
-        let mut batches = Vec::new();
-        let mut num_done = 0;
-        for chosen in order.chunks(self.batch) {
-            let texts: Vec<_> = chosen.iter().map(|&sentence| encodings[sentence].ids.as_slice()).collect();
+        let vectors = in_batches(&encodings, self.batch, done, |batch| {
+            let texts: Vec<_> = batch.iter().map(|sentence| sentence.ids.as_slice()).collect();
             let lens: Vec<_> = texts.iter().map(|ids| ids.len()).collect();
-            batches.push(self.pipeline.forward(&self.model.forward(&texts)?, &lens, unpooled)?);
-            num_done += chosen.len();
-            done(num_done, sentences.len());
-        }
-        let Some(first) = batches.first() else { bail!("[{EXAMPLE}] there is no text") };
-        let mut rows = vec![0u32; order.len()];
-        for (row, &sentence) in order.iter().enumerate() {
-            rows[sentence] = row as u32;
-        }
-        let rows = Tensor::new(rows, first.device())?;
+            let vectors = self.pipeline.forward(&self.model.forward(&texts)?, &lens, unpooled)?;
+            (0..batch.len()).map(|row| vectors.get(row)).collect()
+        })?;
         Ok(Embeddings {
-            vectors: Tensor::cat(&batches, 0)?.index_select(&rows, 0)?,
+            vectors: Tensor::stack(&vectors, 0)?,
             lens: encodings.iter().map(|encoding| encoding.ids.len()).collect(),
             cut: encodings.iter().filter(|encoding| encoding.num_truncated > 0).count(),
         })
@@ -74,10 +64,9 @@ impl Embedder<'_> {
     /// Returns the number of tokens at the beginning of each sentence that are not pooled: the prompt's tokens, unless
     /// the prompt is pooled too.
     fn num_unpooled(&self) -> Result<usize> {
-        match (self.prompt, self.pipeline.pooling()) {
-            (Some(prompt), Some(pooling)) if !pooling.includes_prompt => {
-                num_prompt_tokens(prompt, &self.pipeline.settings, self.tokenizer)
-            }
+        let Pipeline { pooling, settings, .. } = self.pipeline;
+        match self.prompt {
+            Some(prompt) if !pooling.includes_prompt => num_prompt_tokens(prompt, settings, self.tokenizer),
             _ => Ok(0),
         }
     }

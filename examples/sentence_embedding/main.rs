@@ -30,10 +30,10 @@ use embed::{Embedder, Embeddings};
 use embedding::layers::normalized;
 use embedding::modules;
 use embedding::pipeline::Pipeline;
-use embedding::prompts::{CheckpointSettings, PROMPTS, Similarity};
-use embedding::transformer::{SETTINGS, TransformerSettings};
+use embedding::prompts::{CheckpointSettings, Similarity};
+use embedding::transformer::TransformerSettings;
 use model::Encoder;
-use texts::{TOKENIZER, TextArgs, max_tokens, rate, shown, tokenizer, write_page};
+use texts::{TextArgs, cutting, max_tokens, rate, shown, tokenizer, write_page};
 
 /// The most sentences for a table of all pairs that fits a screen; more sentences make a list of the nearest ones.
 const TABLE: usize = 12;
@@ -89,25 +89,25 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<String> {
     let sentences = args.sentences.read()?;
     make_folders(&[args.out.as_ref(), args.model.page.as_ref()])?;
-    let folder = folder(args)?;
     let task = args.task.as_deref();
+    let folder = modules::fetch(&args.model, task, &[])?;
     let settings = CheckpointSettings::read(&folder)?;
-    let given = args.prompt.as_ref().map(|prompt| Ok(Some(prompt.clone())));
-    let prompt = given.unwrap_or_else(|| settings.prompt(args.prompt_name.as_deref()))?;
+    let prompt = settings.prompt(args.prompt.as_deref(), args.prompt_name.as_deref())?;
     let pipeline = Pipeline::read(&folder, task, &args.model.device.open(0)?)?;
     let own = folder.join(&pipeline.model);
     let files = args.model.open_folder(&own, args.quantize)?;
     check_task(task, &folder, &pipeline.settings)?;
     let config = files.config;
     let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, files.vb, loaded))?;
-    let most = match task_tokens(task, &pipeline.settings) {
-        None => max_tokens(&own, model.max_tokens)?,
-        most => most,
+    let most = max_tokens(task_tokens(task, &pipeline.settings), &own, model.max_tokens)?;
+    let tokenizer = cutting(tokenizer(&own)?, most)?;
+    let embedder = Embedder {
+        model: &model,
+        tokenizer: &tokenizer,
+        pipeline: &pipeline,
+        prompt: prompt.as_deref(),
+        batch: args.sentences.batch,
     };
-    let tokenizer = tokenizer(&own, most)?;
-    let batch = args.sentences.batch.get();
-    let embedder =
-        Embedder { model: &model, tokenizer: &tokenizer, pipeline: &pipeline, prompt: prompt.as_deref(), batch };
     let start = Instant::now();
     let Embeddings { vectors, lens, cut } =
         with_bar("embedding", "sentences", |done| embedder.embed(&sentences, done))?;
@@ -125,10 +125,9 @@ fn run(args: &Args) -> Result<String> {
     let shortest = lens.iter().min().unwrap_or(&0);
     let longest = lens.iter().max().unwrap_or(&0);
     let most = most.map_or(String::new(), |most| format!(", {cut} cut at {most}"));
-    let includes_prompt = pipeline.pooling().is_none_or(|pooling| pooling.includes_prompt);
     let after = match prompt.as_deref() {
         None | Some("") => String::new(),
-        Some(prompt) if includes_prompt => format!(", each after {prompt:?}"),
+        Some(prompt) if pipeline.pooling.includes_prompt => format!(", each after {prompt:?}"),
         Some(prompt) => format!(", each after {prompt:?}, which is not pooled"),
     };
     let model_type = config["model_type"].as_str().unwrap_or_default();
@@ -143,20 +142,6 @@ fn run(args: &Args) -> Result<String> {
         vectors.dims2()?,
         similarity(settings.similarity, &vectors, &sentences)?
     ))
-}
-
-/// Returns the folder of the checkpoint, after the files of all modules are fetched if it is on the hub.
-fn folder(args: &Args) -> Result<PathBuf> {
-    let files = [&[modules::MODULES, PROMPTS, TOKENIZER][..], &SETTINGS].concat();
-    let folder = args.model.folder(&files)?;
-    if args.model.model_id.is_some() {
-        // The file of a router names the folders of its modules.
-        for _ in 0..2 {
-            let more = modules::files(&folder, args.task.as_deref())?;
-            args.model.folder(&more.iter().map(String::as_str).collect::<Vec<_>>())?;
-        }
-    }
-    Ok(folder)
 }
 
 /// Returns the most tokens of a text with this task, if the settings have a number.

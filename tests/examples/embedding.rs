@@ -46,7 +46,7 @@ impl RecordedRun<'_> {
 }
 
 /// Calls `check` with every recorded case of the checkpoints in these folders, in batches of several sizes. The
-/// arguments are `first`, those of the case, and the sentences.
+/// arguments are `first`, the ones of the case, and the sentences.
 fn for_each_run(
     folders: &[PathBuf],
     example: &'static str,

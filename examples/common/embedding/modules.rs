@@ -7,7 +7,10 @@ use candle_core::{Context, Result, bail};
 use serde_json::Value;
 
 use super::fields::Fields;
-use crate::common::{EXAMPLE, read_json};
+use super::prompts::PROMPTS;
+use super::transformer::SETTINGS;
+use crate::common::{EXAMPLE, ModelArgs, read_json};
+use crate::texts::TOKENIZER;
 
 pub const MODULES: &str = "modules.json";
 const ROUTER: &str = "router_config.json";
@@ -26,14 +29,19 @@ impl Module {
         Self { kind: class.rsplit('.').next().unwrap_or_default().to_string(), path }
     }
 
+    /// Returns whether the module has modules for each of several routes.
+    fn is_router(&self) -> bool {
+        matches!(self.kind.as_str(), "Router" | "Asym")
+    }
+
     /// Returns the path of a file of the module, below the folder of the checkpoint.
     pub fn file(&self, name: &str) -> String {
         self.path.join(name).display().to_string()
     }
 }
 
-/// Reads the modules of a checkpoint; `None` without `modules.json`. `task` chooses the route of a router.
-pub fn read(folder: &Path, task: Option<&str>) -> Result<Option<Vec<Module>>> {
+/// Reads the list in `modules.json`, with routers as they are; `None` without that file.
+fn listed(folder: &Path) -> Result<Option<Vec<Module>>> {
     let path = folder.join(MODULES);
     if !path.is_file() {
         return Ok(None);
@@ -52,9 +60,15 @@ pub fn read(folder: &Path, task: Option<&str>) -> Result<Option<Vec<Module>>> {
             fields.text("type")?.with_context(|| format!("[{EXAMPLE}] {MODULES} has {entry} without a type"))?;
         modules.push(Module::new(class, inside(fields.text("path")?.unwrap_or_default())?));
     }
+    Ok(Some(modules))
+}
+
+/// Reads the modules of a checkpoint; `None` without `modules.json`. `task` chooses the route of a router.
+pub fn read(folder: &Path, task: Option<&str>) -> Result<Option<Vec<Module>>> {
+    let Some(modules) = listed(folder)? else { return Ok(None) };
     let mut routed = Vec::new();
     for module in modules {
-        if matches!(module.kind.as_str(), "Router" | "Asym") {
+        if module.is_router() {
             routed.extend(route(folder, &module, task)?);
         } else {
             routed.push(module);
@@ -63,32 +77,39 @@ pub fn read(folder: &Path, task: Option<&str>) -> Result<Option<Vec<Module>>> {
     Ok(Some(routed))
 }
 
+/// Returns the folder of a checkpoint, after the files of all modules and `others` are fetched if it is on the hub.
+pub fn fetch(model: &ModelArgs, task: Option<&str>, others: &[&str]) -> Result<PathBuf> {
+    let files = [&[MODULES, PROMPTS, TOKENIZER], &SETTINGS[..], others].concat();
+    let folder = model.folder(&files)?;
+    if model.model_id.is_some() {
+        // The file of a router names the folders of its modules.
+        for _ in 0..2 {
+            let more = files_of_modules(&folder, task)?;
+            model.folder(&more.iter().map(String::as_str).collect::<Vec<_>>())?;
+        }
+    }
+    Ok(folder)
+}
+
 /// Returns the files of all modules, below the folder of the checkpoint: those that are known before they are fetched.
-pub fn files(folder: &Path, task: Option<&str>) -> Result<Vec<String>> {
-    let path = folder.join(MODULES);
-    let json = if path.is_file() { read_json(&path)? } else { Value::Null };
+fn files_of_modules(folder: &Path, task: Option<&str>) -> Result<Vec<String>> {
     let mut all = Vec::new();
-    for entry in json.as_array().into_iter().flatten() {
-        let class = entry["type"].as_str().unwrap_or_default();
-        let module = Module::new(class, inside(entry["path"].as_str().unwrap_or_default())?);
+    for module in listed(folder)?.unwrap_or_default() {
         let is_there = folder.join(module.file(ROUTER)).is_file();
         if is_there {
             all.extend(route(folder, &module, task)?);
         }
         all.push(module);
     }
-    let names = [ROUTER, "config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json"];
-    let names = [&names[..], &["tokenizer_config.json"], &super::transformer::SETTINGS].concat();
+    let names = [ROUTER, "config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", TOKENIZER];
+    let names = [&names[..], &SETTINGS].concat();
     let own = all.iter().filter(|module| !module.path.as_os_str().is_empty());
     Ok(own.flat_map(|module| names.iter().map(|name| module.file(name))).collect())
 }
 
 /// Returns whether the modules have a router.
 pub fn has_router(folder: &Path) -> Result<bool> {
-    let path = folder.join(MODULES);
-    let json = if path.is_file() { read_json(&path)? } else { Value::Null };
-    let classes = json.as_array().into_iter().flatten().filter_map(|module| module["type"].as_str());
-    Ok(classes.map(|class| Module::new(class, PathBuf::new())).any(|it| it.kind == "Router" || it.kind == "Asym"))
+    Ok(listed(folder)?.unwrap_or_default().iter().any(Module::is_router))
 }
 
 /// Returns the modules of the route that sentence-transformers chooses for texts with this task.

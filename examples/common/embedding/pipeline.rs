@@ -8,7 +8,7 @@ use candle_nn::LayerNorm;
 use super::fields::Fields;
 use super::layers::{DENSE_KEYS, Dense, load_layer_norm, normalized};
 use super::modules::{self, MODULES, Module};
-use super::pooling::Pooling;
+use super::pooling::{Pooling, parts};
 use super::transformer::TransformerSettings;
 use crate::common::EXAMPLE;
 
@@ -16,19 +16,24 @@ use crate::common::EXAMPLE;
 const INPUT: &str = "module_input_name";
 const OUTPUT: &str = "module_output_name";
 
-/// A module after the model.
+/// A module that computes vectors of vectors.
 enum Step {
-    Pooling(Pooling),
     Dense(Dense),
     LayerNorm(LayerNorm),
     Normalize,
 }
 
-/// The vectors that a module computes on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Level {
-    Tokens,
-    Texts,
+/// Modules that compute vectors of vectors, one after the other.
+#[derive(Default)]
+pub struct Steps(Vec<Step>);
+
+/// A module after the model, by the vectors that it computes on.
+enum AfterModel {
+    OnTokens(Step),
+    Pooling(Pooling),
+    OnTexts(Step),
+    /// A module that does nothing in inference.
+    Nothing,
 }
 
 /// The modules of a checkpoint.
@@ -36,9 +41,10 @@ pub struct Pipeline {
     /// The folder of the model, below that of the checkpoint.
     pub model: PathBuf,
     pub settings: TransformerSettings,
-    /// The modules after the model: first those on tokens, then one that pools, then those on texts.
-    steps: Vec<Step>,
-    /// The files that define the steps, for the report.
+    on_tokens: Steps,
+    pub pooling: Pooling,
+    on_texts: Steps,
+    /// The files that define the modules, for the report.
     pub source: String,
 }
 
@@ -49,78 +55,58 @@ impl Pipeline {
         let Some(modules) = modules::read(folder, task)? else {
             let settings = read_settings(folder)?;
             let source = format!("assumed, since there is no {MODULES}");
-            let steps = vec![Step::Pooling(Pooling::mean()), Step::Normalize];
-            return Ok(Self { model: PathBuf::new(), settings, steps, source });
+            let on_texts = Steps(vec![Step::Normalize]);
+            let (model, on_tokens) = (PathBuf::new(), Steps::default());
+            return Ok(Self { model, settings, on_tokens, pooling: Pooling::mean(), on_texts, source });
         };
         let Some((first, others)) = modules.split_first().filter(|(first, _)| first.kind == "Transformer") else {
             let found = modules.first().map_or("no module", |first| &first.kind);
             bail!("[{EXAMPLE}] {MODULES} begins with {found}, expected Transformer")
         };
         let settings = read_settings(&folder.join(&first.path))?;
-        let mut steps = Vec::new();
-        let mut level = Level::Tokens;
-        let mut files = Vec::new();
+        let (mut on_tokens, mut on_texts) = (Steps::default(), Steps::default());
+        let mut pooling = None;
+        let mut source = String::new();
         for module in others {
-            let (step, of) = read_step(folder, module, device)?;
-            let is_pooling = matches!(step, Some(Step::Pooling(_)));
-            if is_pooling {
-                files.push(module.file("config.json"));
+            let is_pooled = pooling.is_some();
+            match read_module(folder, module, device)? {
+                AfterModel::Nothing => {}
+                AfterModel::OnTokens(_) | AfterModel::Pooling(_) if is_pooled => {
+                    return wrong_order(module, "of tokens after");
+                }
+                AfterModel::OnTexts(_) if !is_pooled => return wrong_order(module, "of texts before"),
+                AfterModel::OnTokens(step) => on_tokens.0.push(step),
+                AfterModel::OnTexts(step) => on_texts.0.push(step),
+                AfterModel::Pooling(own) => {
+                    pooling = Some(own);
+                    source = format!("as {} and {MODULES} say", module.file("config.json"));
+                }
             }
-            // Only Dropout has no step.
-            let Some(step) = step else { continue };
-            if of != level {
-                let found = if of == Level::Tokens { "of tokens after" } else { "of texts before" };
-                bail!("[{EXAMPLE}] {MODULES} has {} on vectors {found} Pooling, expected the other order", module.kind)
-            }
-            if is_pooling {
-                level = Level::Texts;
-            }
-            steps.push(step);
         }
-        if level == Level::Tokens {
-            bail!("[{EXAMPLE}] {MODULES} has no Pooling, expected one")
-        }
-        files.push(MODULES.to_string());
-        let source = format!("as {} say", files.join(" and "));
-        Ok(Self { model: first.path.clone(), settings, steps, source })
-    }
-
-    /// Returns the pooling.
-    pub fn pooling(&self) -> Option<&Pooling> {
-        self.steps.iter().find_map(|step| if let Step::Pooling(pooling) = step { Some(pooling) } else { None })
+        let Some(pooling) = pooling else { bail!("[{EXAMPLE}] {MODULES} has no Pooling, expected one") };
+        Ok(Self { model: first.path.clone(), settings, on_tokens, pooling, on_texts, source })
     }
 
     /// Computes the vectors (N, E) of texts in f32 from the hidden states (total, E) of their tokens. The first
     /// `unpooled` tokens of each text are not pooled.
     pub fn forward(&self, hidden: &Tensor, lens: &[usize], unpooled: usize) -> Result<Tensor> {
-        let mut xs = hidden.clone();
-        for step in &self.steps {
-            xs = match step {
-                Step::Pooling(pooling) => {
-                    let mut vectors = Vec::with_capacity(lens.len());
-                    let mut start = 0;
-                    for &len in lens {
-                        vectors.push(pooling.pool(&xs.narrow(0, start, len)?, unpooled)?);
-                        start += len;
-                    }
-                    Tensor::stack(&vectors, 0)?
-                }
-                other => other.forward(&xs.to_dtype(DType::F32)?)?,
-            };
-        }
-        Ok(xs)
+        let tokens = parts(&self.on_tokens.forward(hidden)?, lens)?;
+        let pooled = tokens.iter().map(|own| self.pooling.pool(own, unpooled)).collect::<Result<Vec<_>>>()?;
+        self.on_texts.forward(&Tensor::stack(&pooled, 0)?)
     }
 
-    /// Returns the description of the steps in reports.
+    /// Returns the description of the modules in reports.
     pub fn shown(&self) -> String {
-        let shown = self.steps.iter().map(|step| match step {
-            Step::Pooling(pooling) => pooling.shown(),
-            Step::Dense(_) => "projected".to_string(),
-            Step::LayerNorm(_) => "layer norm".to_string(),
-            Step::Normalize => "normalised".to_string(),
-        });
-        shown.collect::<Vec<_>>().join(", ")
+        let pooling = self.pooling.shown();
+        let before = self.on_tokens.0.iter().map(Step::shown);
+        let after = self.on_texts.0.iter().map(Step::shown);
+        before.chain([pooling.as_str()]).chain(after).collect::<Vec<_>>().join(", ")
     }
+}
+
+/// Returns the error of a module on the wrong side of the pooling.
+fn wrong_order<T>(module: &Module, found: &str) -> Result<T> {
+    bail!("[{EXAMPLE}] {MODULES} has {} on vectors {found} Pooling, expected the other order", module.kind)
 }
 
 /// Reads the settings of a model whose hidden states are pooled.
@@ -132,19 +118,16 @@ fn read_settings(folder: &Path) -> Result<TransformerSettings> {
     Ok(settings)
 }
 
-/// The modules after a model with a vector for each token.
-pub struct TokenSteps(Vec<Step>);
-
-impl TokenSteps {
-    /// Reads modules of a checkpoint.
+impl Steps {
+    /// Reads the modules after a model with a vector for each token.
     ///
     /// # Errors
     /// If one of them computes on vectors of texts.
-    pub fn read(folder: &Path, modules: &[Module], device: &Device) -> Result<Self> {
+    pub fn on_tokens(folder: &Path, modules: &[Module], device: &Device) -> Result<Self> {
         let mut steps = Vec::new();
         for module in modules {
-            match read_step(folder, module, device)? {
-                (Some(step @ (Step::Dense(_) | Step::Normalize)), Level::Tokens) => steps.push(step),
+            match read_module(folder, module, device)? {
+                AfterModel::OnTokens(step) => steps.push(step),
                 _ => bail!(
                     "[{EXAMPLE}] {MODULES} has {} in a model with a vector for each token, expected Dense, Normalize and \
                      MultiVectorMask on \"token_embeddings\"",
@@ -155,52 +138,60 @@ impl TokenSteps {
         Ok(Self(steps))
     }
 
-    /// Computes the vectors of tokens in f32 from their hidden states, both (total, E).
-    pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        let mut xs = hidden.to_dtype(DType::F32)?;
+    /// Computes vectors (N, out) in f32 of vectors (N, in).
+    pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let mut ys = xs.to_dtype(DType::F32)?;
         for step in &self.0 {
-            xs = step.forward(&xs)?;
+            ys = step.forward(&ys)?;
         }
-        Ok(xs)
+        Ok(ys)
     }
 }
 
 impl Step {
-    /// Computes vectors of vectors (N, E) in f32. Pooling is not among these steps.
+    /// Computes vectors of vectors (N, E) in f32.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         match self {
             Self::Dense(dense) => dense.forward(xs),
             Self::LayerNorm(norm) => norm.forward(xs),
             Self::Normalize => normalized(xs),
-            Self::Pooling(_) => bail!("[{EXAMPLE}] vectors are pooled twice"),
+        }
+    }
+
+    /// Returns the description in reports.
+    fn shown(&self) -> &str {
+        match self {
+            Self::Dense(_) => "projected",
+            Self::LayerNorm(_) => "layer norm",
+            Self::Normalize => "normalised",
         }
     }
 }
 
-/// Reads a module; `None` for one that does nothing in inference.
-fn read_step(folder: &Path, module: &Module, device: &Device) -> Result<(Option<Step>, Level)> {
+/// Reads a module.
+fn read_module(folder: &Path, module: &Module, device: &Device) -> Result<AfterModel> {
     let fields = Fields::of(&module.file("config.json"), read_config(folder, module)?)?;
     let own = folder.join(&module.path);
-    Ok(match module.kind.as_str() {
-        "Pooling" => (Some(Step::Pooling(Pooling::read(&fields)?)), Level::Tokens),
+    match module.kind.as_str() {
+        "Pooling" => Pooling::read(&fields).map(AfterModel::Pooling),
         "Dense" => {
             fields.only(&[&DENSE_KEYS[..], &[INPUT, OUTPUT]].concat())?;
-            (Some(Step::Dense(Dense::load(&fields, &own, device)?)), level(&fields)?)
+            on_its_input(Step::Dense(Dense::load(&fields, &own, device)?), &fields)
         }
-        "LayerNorm" => (Some(Step::LayerNorm(load_layer_norm(&fields, &own, device)?)), Level::Texts),
+        "LayerNorm" => Ok(AfterModel::OnTexts(Step::LayerNorm(load_layer_norm(&fields, &own, device)?))),
         "Normalize" => {
             fields.only(&[INPUT, OUTPUT])?;
-            (Some(Step::Normalize), level(&fields)?)
+            on_its_input(Step::Normalize, &fields)
         }
         "Dropout" => {
             fields.only(&["dropout"])?;
-            (None, Level::Texts)
+            Ok(AfterModel::Nothing)
         }
         other => bail!(
             "[{EXAMPLE}] {MODULES} has {other}, which is not known, expected Dense, Dropout, LayerNorm, Normalize, \
              Pooling, Router or Transformer"
         ),
-    })
+    }
 }
 
 /// Reads the settings of a module; older versions wrote none for some kinds.
@@ -214,15 +205,15 @@ fn read_config(folder: &Path, module: &Module) -> Result<serde_json::Value> {
     crate::common::read_json(&path)
 }
 
-/// Returns the vectors that a module computes on, by its input and output.
-fn level(fields: &Fields) -> Result<Level> {
+/// Returns a step on the vectors that the settings of its module name.
+fn on_its_input(step: Step, fields: &Fields) -> Result<AfterModel> {
     let input = fields.text(INPUT)?.unwrap_or("sentence_embedding");
     if fields.text(OUTPUT)?.is_some_and(|output| output != input) {
         return fields.fail(OUTPUT, &format!("its input, {input:?}"));
     }
     match input {
-        "sentence_embedding" => Ok(Level::Texts),
-        "token_embeddings" => Ok(Level::Tokens),
+        "sentence_embedding" => Ok(AfterModel::OnTexts(step)),
+        "token_embeddings" => Ok(AfterModel::OnTokens(step)),
         _ => fields.fail(INPUT, "\"sentence_embedding\" or \"token_embeddings\""),
     }
 }

@@ -113,6 +113,17 @@ impl Pooling {
     }
 }
 
+/// Splits the first dimension of a tensor into one part of each length.
+pub fn parts(xs: &Tensor, lens: &[usize]) -> Result<Vec<Tensor>> {
+    let mut parts = Vec::with_capacity(lens.len());
+    let mut start = 0;
+    for &len in lens {
+        parts.push(xs.narrow(0, start, len)?);
+        start += len;
+    }
+    Ok(parts)
+}
+
 /// Returns the mode of this name.
 fn named(fields: &Fields, name: &Value) -> Result<Mode> {
     match MODES.iter().find(|names| name == names.name) {

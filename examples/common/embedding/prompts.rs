@@ -82,17 +82,20 @@ impl CheckpointSettings {
         Ok(Self { fields, similarity, dimensions })
     }
 
-    /// Returns the prompt of this name, or else the default one, if there is one.
-    pub fn prompt(&self, name: Option<&str>) -> Result<Option<String>> {
-        prompt(&self.fields, name)
+    /// Returns the given prompt, or else the one of this name, or else the default one, if there is one.
+    pub fn prompt(&self, given: Option<&str>, name: Option<&str>) -> Result<Option<String>> {
+        prompt(&self.fields, given, name)
     }
 }
 
-/// Returns the prompt of this name in the settings, or else the default one, if there is one.
+/// Returns the given prompt, or else the one of this name in the settings, or else the default one, if there is one.
 ///
 /// # Errors
 /// If there is no prompt of the name.
-pub fn prompt(fields: &Fields, name: Option<&str>) -> Result<Option<String>> {
+pub fn prompt(fields: &Fields, given: Option<&str>, name: Option<&str>) -> Result<Option<String>> {
+    if let Some(given) = given {
+        return Ok(Some(given.to_string()));
+    }
     let named = name.or(fields.text("default_prompt_name")?);
     let Some(wanted) = named else { return Ok(None) };
     let prompts = fields.get("prompts");
