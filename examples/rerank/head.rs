@@ -40,8 +40,8 @@ enum HeadActivation {
 const POOLER: HeadNames =
     HeadNames { dense: Some("pooler.dense"), norm: None, score: "classifier", activation: HeadActivation::Pooler };
 
-/// The heads of RoBERTa and MPNet; DistilBERT; ModernBERT; EuroBERT; BERT, GTE and DeBERTa; decoders.
-const HEADS: [HeadNames; 9] = [
+/// The heads of RoBERTa and MPNet; DistilBERT; ModernBERT; EuroBERT; BERT, GTE, Nomic and DeBERTa; decoders.
+const HEADS: [HeadNames; 10] = [
     HeadNames {
         dense: Some("classifier.dense"),
         score: "classifier.out_proj",
@@ -67,6 +67,7 @@ const HEADS: [HeadNames; 9] = [
     HeadNames { dense: Some("bert.pooler.dense"), ..POOLER },
     HeadNames { dense: Some("gte.pooler.dense"), ..POOLER },
     HeadNames { dense: Some("new.pooler.dense"), ..POOLER },
+    HeadNames { dense: Some("nomic_bert.pooler.dense"), ..POOLER },
     POOLER,
     HeadNames { dense: None, score: "score", ..POOLER },
 ];

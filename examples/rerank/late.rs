@@ -3,87 +3,18 @@
 //! token of the passage (MaxSim).
 
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_attention::text::{Encoding, SimpleTokenizer};
-use candle_core::{Context, D, Device, Result, Tensor, bail};
+use candle_core::{Context, D, Result, Tensor, bail};
 use rayon::prelude::*;
-use serde_json::Value;
 
-use crate::common::{EXAMPLE, read_json, read_optional};
-use crate::embedding::fields::Fields;
-use crate::embedding::modules::{self, MODULES, Module};
-use crate::embedding::pipeline::Steps;
+use crate::common::{EXAMPLE, read_optional};
 use crate::embedding::pooling::parts;
-use crate::embedding::prompts::{PROMPTS, prompt};
-use crate::embedding::transformer::{Expansion, TransformerSettings};
+use crate::embedding::transformer::Expansion;
+use crate::late_settings::LateSettings;
 use crate::model::Encoder;
-use crate::settings::LATE;
-use crate::texts::{TOKENIZER, cutting, max_tokens, special_token, tokenizer};
-
-/// The module that says which tokens are scored.
-const MASK: &str = "MultiVectorMask";
-
-/// The settings of a model with a vector for each token.
-pub struct LateSettings {
-    /// The folder of the model, below that of the checkpoint.
-    pub model: PathBuf,
-    transformer: TransformerSettings,
-    mask: Fields,
-    steps: Steps,
-    prompts: Fields,
-    /// Whether a score is the mean over the question's tokens.
-    is_mean: bool,
-}
-
-impl LateSettings {
-    /// Reads the settings in a checkpoint's folder.
-    pub fn read(folder: &Path, device: &Device) -> Result<Self> {
-        let prompts = Fields::read(folder, PROMPTS)?;
-        if prompts.text("model_type")? != Some(LATE) {
-            return prompts.fail("model_type", &format!("{LATE:?} with --late"));
-        }
-        prompts.only(&["__version__", "model_type", "prompts", "default_prompt_name", "similarity_fn_name"])?;
-        if prompts.text("default_prompt_name")?.is_some() {
-            return prompts.fail("default_prompt_name", "none, since questions and passages have their own");
-        }
-        let is_mean = match prompts.text("similarity_fn_name")? {
-            None | Some("maxsim") => false,
-            Some("meanmaxsim") => true,
-            Some(_) => return prompts.fail("similarity_fn_name", "maxsim or meanmaxsim"),
-        };
-        let all = modules::read(folder, None)?.with_context(|| format!("[{EXAMPLE}] there is no {MODULES}"))?;
-        let (masks, others): (Vec<Module>, Vec<Module>) = all.into_iter().partition(|module| module.kind == MASK);
-        let Some((first, after)) = others.split_first().filter(|(first, _)| first.kind == "Transformer") else {
-            bail!("[{EXAMPLE}] {MODULES} does not begin with Transformer")
-        };
-        let [mask] = &masks[..] else { bail!("[{EXAMPLE}] {MODULES} has {} {MASK}, expected one", masks.len()) };
-        let file = mask.file("config.json");
-        let fields = Fields::of(&file, read_json(&folder.join(&file))?)?;
-        fields.only(&["skiplist_words", "skiplist_tasks", "keep_only_token_ids"])?;
-        if !fields.get("keep_only_token_ids").is_null() {
-            return fields.fail("keep_only_token_ids", "none");
-        }
-        let transformer = TransformerSettings::read(&folder.join(&first.path))?;
-        transformer.require("feature-extraction", "last_hidden_state")?;
-        transformer.refuse_template()?;
-        let steps = Steps::on_tokens(folder, after, device)?;
-        Ok(Self { model: first.path.clone(), transformer, mask: fields, steps, prompts, is_mean })
-    }
-
-    /// Returns the given prompt, or else the one of this name, or else the one before questions, if there is one.
-    pub fn question_prompt(&self, given: Option<&str>, name: Option<&str>) -> Result<Option<String>> {
-        if given.is_none() && name.is_none() {
-            return Ok(self.side_prompt("query"));
-        }
-        prompt(&self.prompts, given, name)
-    }
-
-    /// Returns the prompt of one side, questions or passages, if there is one.
-    fn side_prompt(&self, side: &str) -> Option<String> {
-        self.prompts.get("prompts")[side].as_str().map(str::to_string)
-    }
-}
+use crate::texts::{TOKENIZER, cutting, max_tokens, special_token};
 
 /// A model with a vector for each token.
 pub struct Late<'a> {
@@ -97,8 +28,6 @@ pub struct Late<'a> {
     expansion: Option<u32>,
     /// The ids of tokens that are not scored, in questions and in passages.
     skipped: HashSet<u32>,
-    skips_questions: bool,
-    skips_passages: bool,
 }
 
 impl<'a> Late<'a> {
@@ -112,7 +41,7 @@ impl<'a> Late<'a> {
             None => own.query_tokens.or(most),
         };
         let of_passages = own.document_tokens.or(most);
-        let whole = tokenizer(folder)?;
+        let whole = settings.tokenizer(folder)?;
         let passages = cutting(whole.clone(), of_passages)?;
         let json = read_optional(&folder.join(TOKENIZER))?;
         let mut expansion = None;
@@ -129,10 +58,7 @@ impl<'a> Late<'a> {
             let unknown = || format!("[{EXAMPLE}] questions are expanded by {name:?}, which is not in the vocabulary");
             expansion = Some(id.with_context(unknown)?);
         }
-        let words = settings.mask.get("skiplist_words").as_array().into_iter().flatten().filter_map(Value::as_str);
-        let skipped = words.filter_map(|word| passages.token_to_id(word)).collect();
-        let tasks = settings.mask.get("skiplist_tasks");
-        let has = |task: &str| tasks.as_array().into_iter().flatten().any(|name| name == task);
+        let skipped = settings.mask.words.iter().filter_map(|word| passages.token_to_id(word)).collect();
         Ok(Self {
             model,
             settings,
@@ -141,8 +67,6 @@ impl<'a> Late<'a> {
             most: of_passages,
             expansion,
             skipped,
-            skips_questions: has("query"),
-            skips_passages: has("document") || tasks.is_null(),
         })
     }
 
@@ -157,7 +81,7 @@ impl<'a> Late<'a> {
             }
         }
         let vectors = self.settings.steps.forward(&self.model.forward_attended(&ids, attended)?)?;
-        self.scored(&vectors, &ids, self.skips_questions)
+        self.scored(&vectors, &ids, self.settings.mask.in_questions)
     }
 
     /// Tokenizes passages after the prompt for them.
@@ -174,7 +98,7 @@ impl<'a> Late<'a> {
         let lens: Vec<_> = passages.iter().map(|ids| ids.len()).collect();
         let mut scores = Vec::with_capacity(passages.len());
         for (ids, of_tokens) in passages.iter().zip(parts(&vectors, &lens)?) {
-            let own = self.scored(&of_tokens, ids, self.skips_passages)?;
+            let own = self.scored(&of_tokens, ids, self.settings.mask.in_passages)?;
             let nearest = question.matmul(&own.t()?)?.max(D::Minus1)?;
             let score = if self.settings.is_mean { nearest.mean_all()? } else { nearest.sum_all()? };
             scores.push(score.to_scalar()?);

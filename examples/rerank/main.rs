@@ -1,7 +1,7 @@
 //! Orders passages by how well they answer a question, with a cross-encoder, which reads question and passage together:
 //! an encoder with a head (ms-marco-MiniLM, bge-reranker, gte-reranker-modernbert) or a decoder that answers yes or no
-//! (Qwen3-Reranker). The model is in `sentence_embedding`; this folder adds how a pair becomes one text (`pairs.rs`,
-//! `template.rs`), and the heads that turn a pair into a score (`head.rs`).
+//! (Qwen3-Reranker). The model is in `sentence_embedding`; this folder adds how a pair becomes one text (`pairs.rs`),
+//! and the heads that turn a pair into a score (`head.rs`).
 //!
 //! ```sh
 //! cargo run --release --example rerank -- --model path/to/bge-reranker-base \
@@ -14,11 +14,12 @@ mod common;
 mod embedding;
 mod head;
 mod late;
+mod late_settings;
 #[path = "../sentence_embedding/model.rs"]
 mod model;
+mod older_late;
 mod pairs;
 mod settings;
-mod template;
 #[path = "../common/texts.rs"]
 mod texts;
 
@@ -36,12 +37,14 @@ use serde_json::Value;
 
 use common::{EXAMPLE, Files, ModelArgs, cannot, make_folders, quantization, with_bar};
 use embedding::modules;
+use embedding::template::TEMPLATE;
 use head::Head;
-use late::{Late, LateSettings};
+use late::Late;
+use late_settings::LateSettings;
 use model::Encoder;
+use older_late::METADATA;
 use pairs::Pairs;
 use settings::Settings;
-use template::TEMPLATE;
 use texts::{TextArgs, in_batches, rate, shown, write_page};
 
 /// Orders passages by how well they answer a question, with the scores of a cross-encoder.
@@ -98,7 +101,7 @@ fn run(args: &Args) -> Result<String> {
         bail!("[{EXAMPLE}] the question is empty, expected a text")
     }
     make_folders(&[args.out.as_ref(), args.model.page.as_ref()])?;
-    let folder = modules::fetch(&args.model, None, &[TEMPLATE])?;
+    let folder = modules::fetch(&args.model, None, &[TEMPLATE, METADATA])?;
     let ranking = if args.late { by_tokens(args, &folder, &passages)? } else { by_pairs(args, &folder, &passages)? };
     if let Some(path) = &args.out {
         write_scores(&ranking.scores, path)?;

@@ -2,15 +2,15 @@
 
 use std::path::Path;
 
-use candle_attention::text::{Encoding, SimpleTokenizer, SpecialTokens};
+use candle_attention::text::{Encoding, SimpleTokenizer};
 use candle_core::{Result, bail};
 use serde_json::Value;
 
 use crate::common::{EXAMPLE, read_optional};
+use crate::embedding::template::{ChatTemplate, End, Message, cut, encode_plain, encode_rendered};
 use crate::embedding::transformer::{TemplateSettings, TransformerSettings};
 use crate::model::Encoder;
 use crate::settings::{ScoreKind, Settings};
-use crate::template::{ChatTemplate, PairTexts};
 use crate::texts::{TOKENIZER, cutting, max_tokens, tokenizer};
 
 /// The texts before and after a pair on the card of Qwen3-Reranker, and its instruction.
@@ -64,12 +64,6 @@ enum Parts<'a> {
     Card { before: Encoding, start: String, after: Encoding },
 }
 
-/// The last tokens of a text.
-struct End {
-    ids: Vec<u32>,
-    tokens: Vec<String>,
-}
-
 impl<'a> Pairs<'a> {
     /// Reads the tokenizer in the folder of a model with this `config.json`.
     pub fn read(folder: &Path, config: &Value, settings: &'a Settings, model: &Encoder) -> Result<Self> {
@@ -111,8 +105,8 @@ impl<'a> Pairs<'a> {
                 Parts::Template { template, prompt, question, end }
             }
             Method::Card => {
-                let before = self.encode_plain(CARD_BEFORE)?;
-                let after = self.encode_plain(CARD_AFTER)?;
+                let before = encode_plain(&self.tokenizer, CARD_BEFORE)?;
+                let after = encode_plain(&self.tokenizer, CARD_AFTER)?;
                 let fixed = before.ids.len() + after.ids.len();
                 if let Some(most) = self.most.filter(|&most| most <= fixed) {
                     bail!("[{EXAMPLE}] texts are cut at {most} tokens, expected more than the {fixed} of the template")
@@ -125,28 +119,12 @@ impl<'a> Pairs<'a> {
         Ok(Question { pairs: self, parts })
     }
 
-    /// Returns the tokens that a template puts after every text, if texts are cut and end with them, as in
-    /// sentence-transformers.
+    /// Returns the tokens that a template puts after every text, if texts are cut and end with them.
     fn end_of(&self, template: &ChatTemplate, prompt: Option<&str>) -> Result<Option<End>> {
         if self.most.is_none() || !template.settings.restores_suffix {
             return Ok(None);
         }
-        let text = |filler| template.render(PairTexts { prompt, question: filler, passage: filler });
-        let mut one = self.encode_plain(&text("0")?)?;
-        let other = self.encode_plain(&text("1 2 3 4")?)?;
-        // The common end of pairs of different texts is the template's.
-        let ends = one.ids.iter().rev().zip(other.ids.iter().rev());
-        let common = ends.take_while(|(a, b)| a == b).count();
-        if common == one.ids.len().min(other.ids.len()) {
-            return Ok(None);
-        }
-        let start = one.ids.len() - common;
-        Ok(Some(End { ids: one.ids.split_off(start), tokens: one.tokens.split_off(start) }))
-    }
-
-    /// Returns the tokens of a text; the tokenizer adds none.
-    fn encode_plain(&self, text: &str) -> Result<Encoding> {
-        Ok(self.tokenizer.encode_with(text, SpecialTokens::Without)?)
+        End::find(&self.tokenizer, |filler| template.render(&messages(prompt, filler, filler)))
     }
 }
 
@@ -161,8 +139,8 @@ impl Question<'_> {
         let mut encoding = match &self.parts {
             Parts::Tokenizer { first } => tokenizer.encode_pair(first, &letters)?,
             Parts::Template { template, prompt, question, end } => {
-                let text = template.render(PairTexts { prompt: *prompt, question, passage: &letters })?;
-                self.encode_whole(&text, end.as_ref())?
+                let text = template.render(&messages(*prompt, question, &letters))?;
+                encode_rendered(tokenizer, &text, self.pairs.most, end.as_ref())?
             }
             Parts::Card { before, start, after } => self.encode_between(before, &format!("{start}{letters}"), after)?,
         };
@@ -172,20 +150,9 @@ impl Question<'_> {
         Ok(encoding)
     }
 
-    /// Returns the tokens of a template's text. If they are cut, the last ones are these.
-    fn encode_whole(&self, text: &str, end: Option<&End>) -> Result<Encoding> {
-        let mut encoding = self.pairs.encode_plain(text)?;
-        let Some(most) = self.pairs.most.filter(|&most| encoding.ids.len() > most) else { return Ok(encoding) };
-        cut(&mut encoding, most);
-        if let Some(end) = end {
-            end.restore(&mut encoding);
-        }
-        Ok(encoding)
-    }
-
     /// Returns the tokens of a text between fixed tokens; only the text is cut.
     fn encode_between(&self, before: &Encoding, text: &str, after: &Encoding) -> Result<Encoding> {
-        let mut middle = self.pairs.encode_plain(text)?;
+        let mut middle = encode_plain(&self.pairs.tokenizer, text)?;
         if let Some(most) = self.pairs.most {
             cut(&mut middle, most - before.ids.len() - after.ids.len());
         }
@@ -200,15 +167,27 @@ impl Question<'_> {
     }
 }
 
-impl End {
-    /// Replaces the last tokens of a text by these.
-    fn restore(&self, encoding: &mut Encoding) {
-        let count = self.ids.len().min(encoding.ids.len());
-        let start = encoding.ids.len() - count;
-        let from = self.ids.len() - count;
-        encoding.ids.splice(start.., self.ids[from..].iter().copied());
-        encoding.tokens.splice(start.., self.tokens[from..].iter().cloned());
+/// Returns the messages of a pair, after a prompt if there is one.
+fn messages<'a>(prompt: Option<&'a str>, question: &'a str, passage: &'a str) -> Vec<Message<'a>> {
+    let system = prompt.map(|text| Message { role: "system", text });
+    let pair = [Message { role: "query", text: question }, Message { role: "document", text: passage }];
+    system.into_iter().chain(pair).collect()
+}
+
+/// Checks that a template's text of a pair has the question and the passage.
+///
+/// # Errors
+/// If it has not, such as that of a template of chats, which reads messages of the user alone.
+fn check_pairs(template: &ChatTemplate) -> Result<()> {
+    let text = |question, passage| template.render(&messages(None, question, passage));
+    let first = text("0", "0")?;
+    if text("1 2", "0")? == first || text("0", "1 2")? == first {
+        bail!(
+            "[{EXAMPLE}] the chat template ignores a question or a passage, expected one with the roles \"query\" and \
+             \"document\""
+        )
     }
+    Ok(())
 }
 
 /// Returns whether a model is called with segments in transformers, by the tokenizer's settings: its class for any
@@ -240,18 +219,10 @@ fn method(folder: &Path, config: &Value, settings: &Settings, kind: ScoreKind) -
             bail!("[{EXAMPLE}] the checkpoint has no chat template, expected one for a question and a passage")
         }
         None => Ok(Method::Tokenizer),
-        Some(template) => match template.check_pairs() {
+        Some(template) => match check_pairs(&template) {
             Ok(()) => Ok(Method::Template(Box::new(template))),
             Err(_) if can_be_card => Ok(Method::Card),
             Err(error) => Err(error),
         },
     }
-}
-
-/// Cuts the end of a text that has more than `most` tokens.
-fn cut(encoding: &mut Encoding, most: usize) {
-    encoding.num_truncated += encoding.ids.len().saturating_sub(most);
-    encoding.ids.truncate(most);
-    encoding.tokens.truncate(most);
-    encoding.type_ids.truncate(most);
 }

@@ -7,6 +7,7 @@
 //!     "A man is eating food." "Someone eats a meal." "The sky is blue."
 //! ```
 
+mod chat;
 #[path = "../common/mod.rs"]
 mod common;
 mod embed;
@@ -23,14 +24,18 @@ use std::time::Instant;
 
 use candle_attention::QuantizationFormat;
 use candle_core::{Result, Tensor, bail};
+use candle_nn::VarBuilder;
 use clap::Parser;
 
-use common::{EXAMPLE, ModelArgs, cannot, make_folders, quantization, with_bar};
-use embed::{Embedder, Embeddings};
+use chat::ChatTexts;
+use common::{EXAMPLE, Files, ModelArgs, cannot, make_folders, quantization, read_json, with_bar};
+use embed::{Embedder, Embeddings, Sentences};
 use embedding::layers::normalized;
 use embedding::modules;
 use embedding::pipeline::Pipeline;
 use embedding::prompts::{CheckpointSettings, Similarity};
+use embedding::task_adapters::{self, TaskAdapters};
+use embedding::template::{ChatTemplate, TEMPLATE};
 use embedding::transformer::TransformerSettings;
 use model::Encoder;
 use texts::{TextArgs, cutting, max_tokens, rate, shown, tokenizer, write_page};
@@ -59,7 +64,8 @@ struct Args {
     #[arg(long, value_name = "TEXT", conflicts_with = "prompt_name")]
     prompt: Option<String>,
 
-    /// The task of the vectors, for checkpoints that have parts for some tasks: a route of a router, or a length
+    /// The task of the vectors, for checkpoints that have parts for some tasks: an adapter with its instruction, a
+    /// route of a router, a variable of a chat template, or a length
     #[arg(long, value_name = "NAME")]
     task: Option<String>,
 
@@ -90,24 +96,35 @@ fn run(args: &Args) -> Result<String> {
     let sentences = args.sentences.read()?;
     make_folders(&[args.out.as_ref(), args.model.page.as_ref()])?;
     let task = args.task.as_deref();
-    let folder = modules::fetch(&args.model, task, &[])?;
+    let folder = modules::fetch(&args.model, task, &[&[TEMPLATE], &task_adapters::FILES[..]].concat())?;
     let settings = CheckpointSettings::read(&folder)?;
     let prompt = settings.prompt(args.prompt.as_deref(), args.prompt_name.as_deref())?;
     let pipeline = Pipeline::read(&folder, task, &args.model.device.open(0)?)?;
     let own = folder.join(&pipeline.model);
-    let files = args.model.open_folder(&own, args.quantize)?;
-    check_task(task, &folder, &pipeline.settings)?;
-    let config = files.config;
-    let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, files.vb, loaded))?;
-    let most = max_tokens(task_tokens(task, &pipeline.settings), &own, model.max_tokens)?;
-    let tokenizer = cutting(tokenizer(&own)?, most)?;
-    let embedder = Embedder {
-        model: &model,
-        tokenizer: &tokenizer,
-        pipeline: &pipeline,
-        prompt: prompt.as_deref(),
-        batch: args.sentences.batch,
+    let template = chat::read(&own, &pipeline.settings, task)?;
+    let adapters = TaskAdapters::read(&read_json(&own.join("config.json"))?, &own)?;
+    if adapters.is_some() && args.quantize.is_some() {
+        bail!("[{EXAMPLE}] the checkpoint has adapters for tasks, which are added to floats, expected no --quantize")
+    }
+    let Files { config, vb, .. } = args.model.open_folder(&own, args.quantize)?;
+    let weights = match adapters {
+        Some(adapters) => of_task(&adapters, &vb, task)?,
+        None => {
+            check_task(task, &folder, &pipeline.settings, template.as_ref())?;
+            TaskWeights { vb, instruction: None, shown: String::new() }
+        }
     };
+    let prompt = prompt.or(weights.instruction);
+    let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, weights.vb, loaded))?;
+    let most = max_tokens(task_tokens(task, &pipeline.settings), &own, model.max_tokens)?;
+    let whole = tokenizer(&own)?;
+    let chat = match &template {
+        Some(template) => Some(ChatTexts::new(template, &whole, prompt.as_deref(), most)?),
+        None => None,
+    };
+    let tokenizer = cutting(whole, most)?;
+    let texts = Sentences { tokenizer: &tokenizer, pipeline: &pipeline, prompt: prompt.as_deref(), chat };
+    let embedder = Embedder { model: &model, sentences: texts, batch: args.sentences.batch };
     let start = Instant::now();
     let Embeddings { vectors, lens, cut } =
         with_bar("embedding", "sentences", |done| embedder.embed(&sentences, done))?;
@@ -117,7 +134,7 @@ fn run(args: &Args) -> Result<String> {
         write_vectors(&vectors, &sentences, path)?;
     }
     if let Some(path) = &args.model.page {
-        write_page(&model, &tokenizer, &sentences[0], &embedder.encode(&sentences[0])?, path)?;
+        write_page(&model, &tokenizer, &sentences[0], &embedder.sentences.encode(&sentences[0])?, path)?;
     }
 
     let layers = model.blocks.len();
@@ -125,17 +142,14 @@ fn run(args: &Args) -> Result<String> {
     let shortest = lens.iter().min().unwrap_or(&0);
     let longest = lens.iter().max().unwrap_or(&0);
     let most = most.map_or(String::new(), |most| format!(", {cut} cut at {most}"));
-    let after = match prompt.as_deref() {
-        None | Some("") => String::new(),
-        Some(prompt) if pipeline.pooling.includes_prompt => format!(", each after {prompt:?}"),
-        Some(prompt) => format!(", each after {prompt:?}, which is not pooled"),
-    };
+    let after = embedder.sentences.shown_prompt();
     let model_type = config["model_type"].as_str().unwrap_or_default();
     Ok(format!(
-        "model       {model_type}, {layers} layers of width {width}\n\
+        "model       {model_type}, {layers} layers of width {width}{}\n\
          pooling     {} ({})\n\
          sentences   {} of {shortest} to {longest} tokens{most}{after}\n\
          embeddings  {:?} f32\n\n{}",
+        weights.shown,
         pipeline.shown(),
         pipeline.source,
         sentences.len(),
@@ -154,10 +168,34 @@ fn task_tokens(task: Option<&str>, settings: &TransformerSettings) -> Option<usi
     own.or(settings.max_tokens)
 }
 
+/// The weights of a model for a task.
+struct TaskWeights {
+    vb: VarBuilder<'static>,
+    /// The text before each text of the task.
+    instruction: Option<String>,
+    /// The end of the line about the model in the report.
+    shown: String,
+}
+
+/// Returns the weights with the adapter of a task, if there is one.
+fn of_task(adapters: &TaskAdapters, vb: &VarBuilder<'static>, task: Option<&str>) -> Result<TaskWeights> {
+    let weights = adapters.weights(vb, task)?;
+    let Some(task) = task else {
+        return Ok(TaskWeights { vb: weights, instruction: None, shown: String::new() });
+    };
+    let instruction = adapters.instruction(task)?.map(str::to_string);
+    Ok(TaskWeights { vb: weights, instruction, shown: format!(", with the adapter for {task}") })
+}
+
 /// Checks that the checkpoint has a use for the task, if one is given.
-fn check_task(task: Option<&str>, folder: &Path, settings: &TransformerSettings) -> Result<()> {
+fn check_task(
+    task: Option<&str>,
+    folder: &Path,
+    settings: &TransformerSettings,
+    template: Option<&ChatTemplate>,
+) -> Result<()> {
     let has_lengths = settings.query_tokens.is_some() || settings.document_tokens.is_some();
-    if task.is_none() || has_lengths || modules::has_router(folder)? {
+    if task.is_none() || has_lengths || modules::has_router(folder)? || chat::reads_task(template)? {
         return Ok(());
     }
     bail!("[{EXAMPLE}] the checkpoint has no parts for tasks, expected no --task; --prompt-name chooses a prompt")

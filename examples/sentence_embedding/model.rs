@@ -7,9 +7,12 @@
 #[path = "../common/blocks/mod.rs"]
 #[allow(clippy::duplicate_mod, reason = "a program may have an encoder and a decoder")]
 mod blocks;
+#[path = "../common/published.rs"]
+#[allow(clippy::duplicate_mod, reason = "as the blocks")]
+mod published;
 
 use candle_attention::text::EmbeddingLayer;
-use candle_attention::{AttentionMask, PackedSequences};
+use candle_attention::{AttentionMask, PackedSequences, RopeConfig, RopeScaling};
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{Embedding, VarBuilder};
 use serde_json::Value;
@@ -17,12 +20,26 @@ use serde_json::Value;
 use blocks::attention::{Attention, Input};
 use blocks::{Blocks, Loader, Norm, optional};
 pub use blocks::{family, weights};
-use family::{Family, LAYERS, LLAMA, MlpKind, NormKind, Norms, required, size, text_config};
+use family::{Family, LAYERS, LLAMA, MlpKind, NOMIC, NormKind, Norms, required, size, text_config};
+use published::{has_experts, known_as};
 use weights::Weights;
 
 /// The names that architectures have for the model below a head, its embeddings and their norm, and its blocks. A
 /// checkpoint has one of each.
-const BASES: &[&str] = &["bert", "roberta", "mpnet", "distilbert", "nomic_bert", "deberta", "gte", "new", "model"];
+const BASES: &[&str] = &[
+    "bert",
+    "roberta",
+    "mpnet",
+    "distilbert",
+    "nomic_bert",
+    "deberta",
+    "gte",
+    "new",
+    "model",
+    "model.language_model",
+    "language_model.model",
+    "language_model",
+];
 const WORDS: &[&str] = &["embeddings.word_embeddings", "embeddings.tok_embeddings", "embed_tokens"];
 const EMBEDDING_NORMS: &[&str] = &["embeddings.LayerNorm", "embeddings.norm", "emb_ln"];
 const BLOCKS: &[&str] = &["encoder.layer", "transformer.layer", "layers", "encoder.layers"];
@@ -38,20 +55,18 @@ const ENCODERS: &[&str] = &[
     "distilbert",
     "eurobert",
     "gte",
-    "jina_embeddings_v3",
+    published::JINA_V3,
     "modernbert",
     "mpnet",
     "nomic_bert",
     "roberta",
     "xlm-roberta",
-    PUBLISHED_GTE,
+    published::GTE,
 ];
-/// The model type of GTE's own encoder in its published checkpoints; transformers reads them as "gte".
-const PUBLISHED_GTE: &str = "new";
 /// Encoders whose positions are counted from the number after the padding token's.
 const COUNTED_FROM_PADDING: &[&str] = &["camembert", "mpnet", "roberta", "xlm-roberta"];
 /// Encoders whose positions are not in the embeddings.
-const WITHOUT_POSITIONS: &[&str] = &["eurobert", "gte", "jina_embeddings_v3", "modernbert", "nomic_bert"];
+const WITHOUT_POSITIONS: &[&str] = &["eurobert", "gte", published::JINA_V3, "modernbert", "nomic_bert"];
 
 /// Norms after attention and MLP, with the names of BERT, MPNet, DistilBERT, and Nomic and GTE in transformers and as
 /// published.
@@ -81,16 +96,10 @@ fn encoder_family(json: &Value) -> Result<Option<Family>> {
     if !ENCODERS.contains(&model_type) {
         return Ok(None);
     }
-    let flag = |key: &&str| json[*key].as_bool().unwrap_or(false);
     Ok(Some(match model_type {
-        "nomic_bert" => {
-            let other = ["prenorm", "use_rms_norm", "parallel_block", "mlp_fc1_bias", "mlp_fc2_bias"];
-            if let Some(key) = other.into_iter().find(flag) {
-                bail!("[encoder] {key} is true, which is not supported, expected false")
-            }
-            Family { mlp: MlpKind::Gated, ..BERT }
-        }
-        "gte" | PUBLISHED_GTE => Family { mlp: MlpKind::Gated, ..BERT },
+        "nomic_bert" if has_experts(json) => Family { mlp: MlpKind::Experts(NOMIC), ..BERT },
+        "nomic_bert" => Family { mlp: MlpKind::Gated, ..BERT },
+        "gte" | published::GTE => Family { mlp: MlpKind::Gated, ..BERT },
         "eurobert" => Family { norm: NormKind::Rms(1e-5), ..LLAMA },
         "modernbert" => Family {
             norms: Norms::before(&["attn_norm"], &["mlp_norm"]),
@@ -112,6 +121,10 @@ fn encoder_family(json: &Value) -> Result<Option<Family>> {
 
 /// Returns the family of the `config.json` of a model that is no encoder.
 fn decoder_family(json: &Value) -> Result<Family> {
+    // The text of Qwen2.5-VL, whose axes of rotary positions have one position each in a text.
+    if json["model_type"] == "qwen2_5_vl_text" {
+        return Ok(LLAMA);
+    }
     let Ok(family) = Family::of(json) else {
         bail!(
             "[encoder] model_type is {}, expected one of {}, or a decoder that causal_lm runs",
@@ -120,28 +133,6 @@ fn decoder_family(json: &Value) -> Result<Family> {
         )
     };
     Ok(family)
-}
-
-/// Returns a `config.json` under the model type that transformers has for it.
-///
-/// # Errors
-/// If a setting of GTE's published checkpoints is not that of the model in transformers.
-fn known_as(json: &Value) -> Result<Value> {
-    let mut known = json.clone();
-    if json["model_type"] == PUBLISHED_GTE {
-        for (key, expected) in [
-            ("layer_norm_type", Value::from("layer_norm")),
-            ("logn_attention_scale", Value::from(false)),
-            ("pack_qkv", Value::from(true)),
-            ("position_embedding_type", Value::from("rope")),
-        ] {
-            if json.get(key).is_some_and(|own| *own != expected) {
-                bail!("[encoder] {key} is {}, expected {expected}", json[key])
-            }
-        }
-        known["model_type"] = "gte".into();
-    }
-    Ok(known)
 }
 
 /// An encoder: token ids to a hidden state of each.
@@ -160,6 +151,8 @@ pub struct Encoder {
     last_norm: Option<Norm>,
     /// Whether texts are concatenated without padding. Relative positions by content need texts of one length.
     packs: bool,
+    /// The most tokens of a text with which its rotary frequencies do not depend on its length.
+    unscaled: usize,
     /// The most tokens of a text that the model has positions for.
     pub max_tokens: Option<usize>,
 }
@@ -190,7 +183,7 @@ impl Encoder {
             segments = Some(EmbeddingLayer::from_embedding(inner.table("embeddings.token_type_embeddings")?)?);
         }
         let counts_from_padding = COUNTED_FROM_PADDING.contains(&model_type);
-        let padding = counts_from_padding.then(|| size(json, "pad_token_id").unwrap_or(1));
+        let padding = counts_from_padding.then(|| padding_token(json));
         let is_relative = model_type == "deberta-v2" && json["position_biased_input"] == false;
         let (positions, max_tokens);
         if is_decoder || is_relative || WITHOUT_POSITIONS.contains(&model_type) {
@@ -222,6 +215,7 @@ impl Encoder {
             embedding_norm,
             last_norm,
             packs: blocks.attention(0).is_none_or(|first| first.config().content_positions().is_none()),
+            unscaled: unscaled_tokens(&blocks),
             blocks,
             max_tokens,
         })
@@ -270,7 +264,7 @@ impl Encoder {
         segments: &[u32],
         mut attend: impl FnMut(&Attention, Input) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        if self.packs {
+        if self.packs && texts.iter().all(|text| text.len() <= self.unscaled) {
             let lens: Vec<_> = texts.iter().map(|ids| ids.len()).collect();
             let sequences = PackedSequences::from_lens(&lens, &lens)?;
             let xs = self.blocks.forward(self.embed(texts, segments)?, |_, attention, input| {
@@ -322,5 +316,23 @@ impl Encoder {
             if id == padding { padding } else { last }
         };
         text.iter().map(position).collect()
+    }
+}
+
+/// Returns the padding token after whose number positions are counted.
+fn padding_token(json: &Value) -> usize {
+    // MPNet has a fixed one.
+    if json["model_type"] == "mpnet" { 1 } else { size(json, "pad_token_id").unwrap_or(1) }
+}
+
+/// Returns the most tokens of a text with which rotary frequencies do not depend on the text's length. Longer
+/// texts in one batch would all have the frequencies of the longest.
+fn unscaled_tokens(blocks: &Blocks) -> usize {
+    let rope = blocks.attention(0).and_then(|first| first.config().rope());
+    match rope.map(RopeConfig::scaling) {
+        Some(RopeScaling::Dynamic { original_context, .. } | RopeScaling::LongRope { original_context, .. }) => {
+            *original_context
+        }
+        _ => usize::MAX,
     }
 }

@@ -1,5 +1,5 @@
-//! Checkpoints of sentence-transformers against its vectors and scores. `tests/sentence_embedding/pipelines.py` and
-//! `cross_encoders.py` and `late.py` in `tests/rerank` write them.
+//! Checkpoints of sentence-transformers against its vectors and scores. `pipelines.py` and `published.py` in
+//! `tests/sentence_embedding`, and `cross_encoders.py` and `late.py` in `tests/rerank` write them.
 
 use std::path::PathBuf;
 
@@ -77,7 +77,7 @@ fn for_each_run(
 #[test]
 fn embeddings_of_pipelines_match_sentence_transformers() -> Result<()> {
     let folders = listed(recorded("sentence_embedding").join("pipelines"));
-    assert_eq!(folders.len(), 15);
+    assert_eq!(folders.len(), 25);
     for_each_run(&folders, "sentence_embedding", &[], |run| {
         run.check_written("embeddings")?;
         let RecordedRun { model, args, name, golden, what } = run;
@@ -117,9 +117,9 @@ fn embeddings_of_bf16_and_int8_weights_are_near_sentence_transformers() -> Resul
 #[test]
 fn rerank_scores_match_sentence_transformers() -> Result<()> {
     let mut folders = listed(recorded("rerank").join("cross_encoders"));
-    assert_eq!(folders.len(), 11);
+    assert_eq!(folders.len(), 15);
     folders.extend(listed(recorded("rerank").join("late")));
-    assert_eq!(folders.len(), 13);
+    assert_eq!(folders.len(), 19);
     for_each_run(&folders, "rerank", &[QUESTION], |run| run.check_written("scores"))
 }
 

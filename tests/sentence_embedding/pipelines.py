@@ -44,9 +44,9 @@ for model_type in list(tokenization_auto.TOKENIZER_MAPPING_NAMES):
     tokenization_auto.TOKENIZER_MAPPING_NAMES[model_type] = "TokenizersBackend"
 
 
-def tokenizer(lowers=True, template=("[CLS]", "[SEP]"), **options):
-    """Words and a few pieces. `template` has the special tokens before and after a text."""
-    vocab = {token: index for index, token in enumerate(SPECIAL + PIECES)}
+def tokenizer(lowers=True, template=("[CLS]", "[SEP]"), more=(), **options):
+    """Words and a few pieces. `template` has the special tokens before and after a text, `more` other words."""
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *PIECES, *more])}
     result = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     if lowers:
         result.normalizer = normalizers.BertNormalizer()
@@ -84,9 +84,12 @@ class PipelineRecorder(Recorder):
     def __init__(self, name, model):
         super().__init__(HERE / "pipelines" / name, model)
 
-    def add(self, name, args=(), files=None, similarity=False, **options):
-        """Records a run on the folder as it is saved, with some files replaced."""
+    def add(self, name, args=(), files=None, similarity=False, weights=None, **options):
+        """Records a run on the folder as it is saved, with some files replaced. `weights` replace the
+        model's, if there are some."""
         with self.copy(files) as path:
+            if weights is not None:
+                save_file(weights, Path(path) / "model.safetensors", {"format": "pt"})
             model = SentenceTransformer(path, model_kwargs={"attn_implementation": "eager"})
             vectors = model.encode(SENTENCES, convert_to_tensor=True, **options).cpu()
             self.record(name, args, files, vectors)
@@ -285,6 +288,52 @@ def gte_published(folder):
     recorder.save()
 
 
+MARKS = ["<|im_start|>", "<|im_end|>"]
+TEMPLATE = """{%- for message in messages %}
+{%- if message.role == "system" %}<|im_start|>search : {{ message.content }}
+{% else %}<|im_start|> {{ message.content }} {% if task == "query" %}rain {% endif %}
+{%- if add_generation_prompt %}wood {% endif %}<|im_end|>
+{%- endif %}
+{%- endfor %}[SEP]"""
+# The same texts, of messages whose content is a list.
+PARTS = TEMPLATE.replace("message.content", "message.content[0].text")
+
+
+def chat_template(folder):
+    """A decoder whose texts are made by a chat template, with the prompt as a message of the system."""
+    # sentence-transformers tells the end of all texts by texts of numbers.
+    tokens = tokenizer(template=(None, None), more="01234", padding_side="left", chat_template=TEMPLATE)
+    tokens.add_special_tokens({"additional_special_tokens": MARKS})
+    text = {"method": "forward", "method_output_name": "last_hidden_state"}
+    modalities = {"text": text, "message": {**text, "format": "flat"}}
+    output = "token_embeddings"
+    module = transformer(folder, "qwen3", tokens, DECODER, modality_config=modalities, module_output_name=output)
+    modules = [module, Pooling(16, pooling_mode="lasttoken"), Normalize()]
+    prompts = {"query": "a man eats"}
+    recorder = PipelineRecorder("chat_template", SentenceTransformer(modules=modules, prompts=prompts))
+    # A run can replace JSON alone.
+    (recorder.path / "chat_template.jinja").unlink()
+    tokenizer_settings = {**recorder.read("tokenizer_config.json"), "chat_template": TEMPLATE}
+    (recorder.path / "tokenizer_config.json").write_text(json.dumps(tokenizer_settings, indent=2) + "\n")
+    recorder.add("default")
+    recorder.add("query", ["--prompt-name", "query"], prompt_name="query")
+    recorder.add("task", ["--task", "query"], task="query")
+    name = "sentence_bert_config.json"
+    settings = recorder.read(name)
+    generation = {"chat_template": {"add_generation_prompt": True, "task": "query"}}
+    recorder.add("variables", files={name: {**settings, "processing_kwargs": generation}})
+    # Texts that are cut end as all others do, unless the settings say that they are cut like any text.
+    recorder.add("cut", ["--prompt-name", "query"], {name: {**settings, "max_seq_length": 10}}, prompt_name="query")
+    plain = {"chat_template": {"restore_suffix": False}}
+    recorder.add("cut_plain", files={name: {**settings, "max_seq_length": 6, "processing_kwargs": plain}})
+    parts = {name: {**settings, "modality_config": {"text": text, "message": {**text, "format": "structured"}}}}
+    recorder.add("parts", files={**parts, "tokenizer_config.json": {**tokenizer_settings, "chat_template": PARTS}})
+    # The prompt's tokens cannot be told from the text's, so that all are pooled.
+    pooling = {"1_Pooling/config.json": {"embedding_dimension": 16, "pooling_mode": "mean", "include_prompt": False}}
+    recorder.add("pooled", ["--prompt", "a man"], pooling, prompt="a man")
+    recorder.save()
+
+
 def encoder(name, model_type, **options):
     """Returns a function that makes an encoder with mean pooling."""
     def make(folder):
@@ -293,6 +342,31 @@ def encoder(name, model_type, **options):
         recorder.add("default")
         recorder.save()
     return make
+
+
+def nomic_ntk(folder):
+    """Nomic with frequencies that depend on the length of a text beyond 8 tokens. transformers takes the longest text of
+    a batch, and its latest calls, so that each text is alone and follows a short one here."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
+    sizes = {**SIZES, "max_position_embeddings": 8, "type_vocab_size": 2, "rope_parameters": rope}
+    model = SentenceTransformer(modules=[transformer(folder, "nomic_bert", tokenizer(), sizes), Pooling(16), Normalize()])
+    model.max_seq_length = 16
+    recorder = PipelineRecorder("nomic_ntk", model)
+
+    def alone(text):
+        model.encode(["man"])
+        return model.encode([text], convert_to_tensor=True)[0]
+
+    vectors = torch.stack([alone(sentence) for sentence in SENTENCES])
+    # As published: the context has another name, and the model has positions for longer texts.
+    config = {key: value for key, value in recorder.read("config.json").items() if key != "rope_parameters"}
+    published = {
+        **config, "max_position_embeddings": 24, "rotary_emb_base": 1000, "rotary_scaling_factor": 2,
+        "max_trained_positions": 8,
+    }
+    (recorder.path / "config.json").write_text(json.dumps(published, indent=2) + "\n")
+    recorder.record("default", [], None, vectors.clone())
+    recorder.save()
 
 
 KINDS = {
@@ -304,6 +378,7 @@ KINDS = {
     "qwen3_embedding": qwen3_embedding,
     "qwen2_bidirectional": qwen2_bidirectional,
     "embedding_gemma": embedding_gemma,
+    "chat_template": chat_template,
     "deberta_v2": encoder(
         "deberta_v2", "deberta-v2", relative_attention=True, position_biased_input=False, pos_att_type=["p2c", "c2p"],
         position_buckets=8, max_relative_positions=-1, share_att_key=True, norm_rel_ebd="layer_norm", type_vocab_size=0,
@@ -313,6 +388,11 @@ KINDS = {
     "jina_embeddings_v3": encoder("jina_embeddings_v3", "jina_embeddings_v3", type_vocab_size=1),
     "gte": encoder("gte", "gte", type_vocab_size=1, rope_parameters={"rope_type": "default", "rope_theta": 20.0}),
     "gte_published": gte_published,
+    "xlm_roberta": encoder("xlm_roberta", "xlm-roberta", max_position_embeddings=26, type_vocab_size=1),
+    "mpnet": encoder("mpnet", "mpnet", max_position_embeddings=26),
+    "distilbert": encoder("distilbert", "distilbert", dim=16, hidden_dim=20, n_layers=2, n_heads=4),
+    "nomic_bert": encoder("nomic_bert", "nomic_bert", type_vocab_size=2),
+    "nomic_ntk": nomic_ntk,
     "camembert": encoder("camembert", "camembert", max_position_embeddings=26, type_vocab_size=1),
 }
 

@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::attention::{Attention, Input};
 use super::family::{Family, GATED_MLPS, MlpKind, Names, NormKind, PLAIN_MLPS, PRE_NORMS, PlainNames, size};
 use super::gguf_experts;
-use super::mlp::{Experts, MODULES, Mlp, ROUTERS};
+use super::mlp::{Experts, MODULES, Mixture, Mlp, ROUTERS};
 use super::weights::{INPUTS, OUTPUTS, OtherRanks, Weights};
 
 /// A norm of the family, with gradients.
@@ -155,10 +155,10 @@ impl<'a> Loader<'a> {
                 let experts = Experts::read(mixture, self.json, &mixed, self.activation()?)?;
                 return Ok(Box::new(move |xs, residual| experts.forward(xs, residual)));
             }
-            MlpKind::Experts(_) | MlpKind::Gated => {
+            MlpKind::Experts(Mixture { gates_others: true, .. }) | MlpKind::Gated => {
                 at.below(MODULES, &GATED_MLPS.map(|names| names.down)).gated_mlp(self.activation()?)?
             }
-            MlpKind::Plain | MlpKind::Conv1d => {
+            MlpKind::Experts(_) | MlpKind::Plain | MlpKind::Conv1d => {
                 let is_there = |names: &PlainNames| at.first(&[names.up, names.down]).is_some();
                 let names = PLAIN_MLPS.into_iter().find(is_there).unwrap_or(PLAIN_MLPS[0]);
                 let up = linear(names.up, OUTPUTS)?;

@@ -78,7 +78,7 @@ pub enum MlpKind {
     Plain,
     /// As [`Plain`](Self::Plain), stored as (in, out).
     Conv1d,
-    /// Experts in some layers, in others an MLP like Llama's.
+    /// Experts in some layers, in others an MLP, which has a gate if [`Mixture::gates_others`] is set.
     Experts(Mixture),
 }
 use MlpKind::{Conv1d, Experts, Gated, Plain};
@@ -165,8 +165,10 @@ const BLOOM: Family = Family { activation: "gelu_pytorch_tanh", ..GPT_NEOX };
 /// Falcon with two norms, of attention and of the MLP.
 const FALCON_NORMS: Norms = Norms::before(&["ln_attn"], &["ln_mlp"]);
 
-const MIXTRAL: Mixture = Mixture { normalizes: true, scale: 1.0 };
+const MIXTRAL: Mixture = Mixture { normalizes: true, scale: 1.0, gates_others: true };
 const DEEPSEEK_V2: Mixture = Mixture { normalizes: false, ..MIXTRAL };
+/// The experts of Nomic v2.
+pub const NOMIC: Mixture = Mixture { gates_others: false, ..DEEPSEEK_V2 };
 const DEEPSEEK_V3: Mixture = Mixture { scale: 2.5, ..MIXTRAL };
 
 impl Family {

@@ -52,5 +52,5 @@ pub fn read(mixture: &Mixture, json: &Value, gguf: &Gguf, at: &Weights, activati
     if at.contains_tensor("ffn_gate_inp_shexp.weight") {
         shared_gate = Some(at.pp("ffn_gate_inp_shexp").linear(None)?);
     }
-    Ok(Experts { router: Router::new(mixture, json, linear, correction)?, experts, shared, shared_gate })
+    Ok(Experts { router: Router::new(mixture, json, linear, correction)?, experts, shared, shared_gate, bias: None })
 }

@@ -6,8 +6,9 @@ use candle_core::{D, DType, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::{Activation, ops, seq};
 use serde_json::Value;
 
-use super::family::required;
+use super::family::{required, size};
 use super::gpt_oss;
+use super::nomic;
 use super::weights::{INPUTS, OUTPUTS, Sharding, Weights};
 
 /// The MLP of a block.
@@ -49,7 +50,7 @@ impl Mlp {
 
 /// The modules that have router and experts, below a block. A block without a router has a single MLP there.
 pub const MODULES: &[&str] = &["mlp", "block_sparse_moe"];
-pub const ROUTERS: &[&str] = &["router", "gate"];
+pub const ROUTERS: &[&str] = &["router", "gate", "router.layer"];
 /// The names of the expert that every token has, whose weight is 1 unless there is a gate.
 const SHARED: [&str; 2] = ["shared_expert", "shared_experts"];
 
@@ -60,6 +61,8 @@ pub struct Mixture {
     pub normalizes: bool,
     /// The factor on weights, if the config has none.
     pub scale: f64,
+    /// Whether the MLP of a layer without experts has a gate.
+    pub gates_others: bool,
 }
 
 /// A mixture of experts.
@@ -69,6 +72,8 @@ pub struct Experts {
     /// The expert that every token has.
     pub shared: Option<Mlp>,
     pub shared_gate: Option<PackedLinear>,
+    /// A term that is added to the output of each token, (E,).
+    pub bias: Option<Tensor>,
 }
 
 /// The choice of experts for a token.
@@ -101,7 +106,12 @@ impl Experts {
         let router = Router::read(mixture, json, &weights.pp(weights.named(ROUTERS)?))?;
         let all = weights.pp("experts");
         let count = router.linear.out_dim();
-        let experts = if all.contains_tensor("gate_up_proj_bias") {
+        if let Some(other) = size(json, "num_experts").filter(|&other| other != count) {
+            bail!("[causal_lm] num_experts is {other}, but the router has {count} scores")
+        }
+        let experts = if nomic::are_here(&all) {
+            nomic::experts(&all, count, activation)?
+        } else if all.contains_tensor("gate_up_proj_bias") {
             gpt_oss::experts(json, &all, count)?
         } else if all.contains_tensor("gate_up_proj") {
             stacked_experts(&all, count, activation)?
@@ -117,7 +127,8 @@ impl Experts {
         if let Some(name) = weights.first(&["shared_expert_gate"]) {
             shared_gate = Some(weights.pp(name).plain_linear()?);
         }
-        Ok(Self { router, experts, shared, shared_gate })
+        let bias = if all.contains_tensor("bias") { Some(all.get_unchecked("bias")?) } else { None };
+        Ok(Self { router, experts, shared, shared_gate, bias })
     }
 
     /// Computes tokens (.., E) to (.., E), plus a residual if there is one.
@@ -147,6 +158,9 @@ impl Experts {
             let row_weights = weights.index_select(&rows, 0)?.narrow(1, i, 1)?;
             let own = self.experts[i].forward(&tokens.index_select(&rows, 0)?, None)?;
             ys = ys.index_add(&rows, &own.broadcast_mul(&row_weights)?, 0)?;
+        }
+        if let Some(bias) = &self.bias {
+            ys = ys.broadcast_add(bias)?;
         }
         ys = ys.reshape(xs.shape())?;
         match residual {
@@ -185,7 +199,7 @@ impl Router {
             linear,
             correction,
             groups,
-            chosen: required(json, &["num_experts_per_token", "num_experts_per_tok"])?,
+            chosen: required(json, &["num_experts_per_token", "num_experts_per_tok", "moe_top_k"])?,
             normalized: mixture.normalizes && normalizes.unwrap_or(true),
             scale: json["routed_scaling_factor"].as_f64().unwrap_or(mixture.scale),
         })

@@ -13,6 +13,7 @@ pub mod gguf;
 mod gguf_experts;
 mod gpt_oss;
 mod mlp;
+mod nomic;
 pub mod weights;
 
 use candle_attention::{AttentionMask, MultiHeadAttention};

@@ -29,6 +29,11 @@ enum Residual {
 pub const DENSE_KEYS: [&str; 5] = ["in_features", "out_features", "bias", "activation_function", "use_residual"];
 
 impl Dense {
+    /// Makes a projection by a weight (out, in), without a bias and an activation.
+    pub fn projection(weight: Tensor) -> Self {
+        Self { linear: Linear::new(weight, None), activation: "Identity", residual: Residual::None }
+    }
+
     /// Loads a module from its folder.
     pub fn load(fields: &Fields, folder: &Path, device: &Device) -> Result<Self> {
         let vb = weights(folder, device)?;

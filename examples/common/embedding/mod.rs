@@ -8,4 +8,6 @@ pub mod modules;
 pub mod pipeline;
 pub mod pooling;
 pub mod prompts;
+pub mod task_adapters;
+pub mod template;
 pub mod transformer;

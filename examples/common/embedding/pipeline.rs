@@ -10,11 +10,16 @@ use super::layers::{DENSE_KEYS, Dense, load_layer_norm, normalized};
 use super::modules::{self, MODULES, Module};
 use super::pooling::{Pooling, parts};
 use super::transformer::TransformerSettings;
-use crate::common::EXAMPLE;
+use crate::common::{EXAMPLE, read_optional};
 
 /// The settings of what a module computes on, and of the name of its result.
 const INPUT: &str = "module_input_name";
 const OUTPUT: &str = "module_output_name";
+/// The setting of a model that pools.
+const POOLING_STRATEGY: &str = "single_vector_pool_strategy";
+/// The names of the vectors of texts, and of tokens.
+const TEXTS: &str = "sentence_embedding";
+const TOKENS: &str = "token_embeddings";
 
 /// A module that computes vectors of vectors.
 enum Step {
@@ -69,7 +74,7 @@ impl Pipeline {
         let mut source = String::new();
         for module in others {
             let is_pooled = pooling.is_some();
-            match read_module(folder, module, device)? {
+            match read_module(folder, module, TEXTS, device)? {
                 AfterModel::Nothing => {}
                 AfterModel::OnTokens(_) | AfterModel::Pooling(_) if is_pooled => {
                     return wrong_order(module, "of tokens after");
@@ -83,7 +88,16 @@ impl Pipeline {
                 }
             }
         }
-        let Some(pooling) = pooling else { bail!("[{EXAMPLE}] {MODULES} has no Pooling, expected one") };
+        let pooling = match pooling {
+            Some(own) => own,
+            // The model of Jina v4 pools.
+            None if others.is_empty() && pools_mean(&folder.join(&first.path))? => {
+                source = format!("as {POOLING_STRATEGY} in config.json says");
+                on_texts.0.push(Step::Normalize);
+                Pooling::mean()
+            }
+            None => bail!("[{EXAMPLE}] {MODULES} has no Pooling, expected one"),
+        };
         Ok(Self { model: first.path.clone(), settings, on_tokens, pooling, on_texts, source })
     }
 
@@ -104,6 +118,11 @@ impl Pipeline {
     }
 }
 
+/// Returns whether the config of a model says that it pools its hidden states to their mean.
+fn pools_mean(folder: &Path) -> Result<bool> {
+    Ok(read_optional(&folder.join("config.json"))?[POOLING_STRATEGY] == "mean")
+}
+
 /// Returns the error of a module on the wrong side of the pooling.
 fn wrong_order<T>(module: &Module, found: &str) -> Result<T> {
     bail!("[{EXAMPLE}] {MODULES} has {} on vectors {found} Pooling, expected the other order", module.kind)
@@ -113,7 +132,6 @@ fn wrong_order<T>(module: &Module, found: &str) -> Result<T> {
 fn read_settings(folder: &Path) -> Result<TransformerSettings> {
     let settings = TransformerSettings::read(folder)?;
     settings.require("feature-extraction", "last_hidden_state")?;
-    settings.refuse_template()?;
     settings.refuse_expansion()?;
     Ok(settings)
 }
@@ -126,7 +144,7 @@ impl Steps {
     pub fn on_tokens(folder: &Path, modules: &[Module], device: &Device) -> Result<Self> {
         let mut steps = Vec::new();
         for module in modules {
-            match read_module(folder, module, device)? {
+            match read_module(folder, module, TOKENS, device)? {
                 AfterModel::OnTokens(step) => steps.push(step),
                 _ => bail!(
                     "[{EXAMPLE}] {MODULES} has {} in a model with a vector for each token, expected Dense, Normalize and \
@@ -136,6 +154,17 @@ impl Steps {
             }
         }
         Ok(Self(steps))
+    }
+
+    /// Makes one step, a projection by a weight (out, in).
+    pub fn projection(weight: Tensor) -> Self {
+        Self(vec![Step::Dense(Dense::projection(weight))])
+    }
+
+    /// Returns the steps with another after them, which normalises vectors.
+    pub fn normalized(mut self) -> Self {
+        self.0.push(Step::Normalize);
+        self
     }
 
     /// Computes vectors (N, out) in f32 of vectors (N, in).
@@ -168,20 +197,20 @@ impl Step {
     }
 }
 
-/// Reads a module.
-fn read_module(folder: &Path, module: &Module, device: &Device) -> Result<AfterModel> {
+/// Reads a module. `input` names the vectors that a projection without a name of its input computes on.
+fn read_module(folder: &Path, module: &Module, input: &str, device: &Device) -> Result<AfterModel> {
     let fields = Fields::of(&module.file("config.json"), read_config(folder, module)?)?;
     let own = folder.join(&module.path);
     match module.kind.as_str() {
         "Pooling" => Pooling::read(&fields).map(AfterModel::Pooling),
         "Dense" => {
             fields.only(&[&DENSE_KEYS[..], &[INPUT, OUTPUT]].concat())?;
-            on_its_input(Step::Dense(Dense::load(&fields, &own, device)?), &fields)
+            on_its_input(Step::Dense(Dense::load(&fields, &own, device)?), &fields, input)
         }
         "LayerNorm" => Ok(AfterModel::OnTexts(Step::LayerNorm(load_layer_norm(&fields, &own, device)?))),
         "Normalize" => {
             fields.only(&[INPUT, OUTPUT])?;
-            on_its_input(Step::Normalize, &fields)
+            on_its_input(Step::Normalize, &fields, TEXTS)
         }
         "Dropout" => {
             fields.only(&["dropout"])?;
@@ -205,15 +234,15 @@ fn read_config(folder: &Path, module: &Module) -> Result<serde_json::Value> {
     crate::common::read_json(&path)
 }
 
-/// Returns a step on the vectors that the settings of its module name.
-fn on_its_input(step: Step, fields: &Fields) -> Result<AfterModel> {
-    let input = fields.text(INPUT)?.unwrap_or("sentence_embedding");
+/// Returns a step on the vectors that the settings of its module name; `usual` is their name without a setting.
+fn on_its_input(step: Step, fields: &Fields, usual: &str) -> Result<AfterModel> {
+    let input = fields.text(INPUT)?.unwrap_or(usual);
     if fields.text(OUTPUT)?.is_some_and(|output| output != input) {
         return fields.fail(OUTPUT, &format!("its input, {input:?}"));
     }
     match input {
-        "sentence_embedding" => Ok(AfterModel::OnTexts(step)),
-        "token_embeddings" => Ok(AfterModel::OnTokens(step)),
+        TEXTS => Ok(AfterModel::OnTexts(step)),
+        TOKENS => Ok(AfterModel::OnTokens(step)),
         _ => fields.fail(INPUT, "\"sentence_embedding\" or \"token_embeddings\""),
     }
 }

@@ -121,7 +121,7 @@ impl TransformerSettings {
             file: name,
             task: fields.text("transformer_task")?.map(str::to_string),
             output: modalities.section(kind)?.text("method_output_name")?.map(str::to_string),
-            expansion: expansion(&fields)?,
+            expansion: Expansion::read(&fields)?,
             template: template(&modalities, &processing)?,
             max_tokens: fields.count("max_seq_length", "tokens")?,
             lowercase: fields.flag("do_lower_case", false)?,
@@ -181,22 +181,24 @@ impl TransformerSettings {
     }
 }
 
-/// Reads the tokens after a question.
-fn expansion(fields: &Fields) -> Result<Option<Expansion>> {
-    let name = "query_expansion";
-    if fields.get(name).is_null() {
-        return Ok(None);
+impl Expansion {
+    /// Reads the section of the tokens after a question; `None` if it is missing or null.
+    pub fn read(fields: &Fields) -> Result<Option<Self>> {
+        let name = "query_expansion";
+        if fields.get(name).is_null() {
+            return Ok(None);
+        }
+        let own = fields.section(name)?;
+        own.only(&["strategy", "length", "attend", "token"])?;
+        let cuts = match own.text("strategy")? {
+            Some("fixed") => true,
+            Some("min") => false,
+            _ => return own.fail("strategy", "\"fixed\" or \"min\""),
+        };
+        let Some(length) = own.count("length", "tokens")? else { return own.fail("length", "a number of tokens") };
+        let token = own.text("token")?.map(str::to_string);
+        Ok(Some(Self { length, cuts, attends: own.flag("attend", false)?, token }))
     }
-    let own = fields.section(name)?;
-    own.only(&["strategy", "length", "attend", "token"])?;
-    let cuts = match own.text("strategy")? {
-        Some("fixed") => true,
-        Some("min") => false,
-        _ => return own.fail("strategy", "\"fixed\" or \"min\""),
-    };
-    let Some(length) = own.count("length", "tokens")? else { return own.fail("length", "a number of tokens") };
-    let token = own.text("token")?.map(str::to_string);
-    Ok(Some(Expansion { length, cuts, attends: own.flag("attend", false)?, token }))
 }
 
 /// Reads how a chat template is called; `None` if messages are no modality of the model. `processing` has variables.

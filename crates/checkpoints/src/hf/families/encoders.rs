@@ -95,10 +95,11 @@ pub(super) const ROWS: &[Family] = &[
     // As published, and by the names of transformers' own module.
     ENCODER.of("nomic_bert").aliases(NOMIC_ALIASES).at(NOMIC, "encoder.layers.{}.attn", WQKV)
         .or_at(NOMIC, "layers.{}.self_attn", WeightLayout::Canonical).heads(Heads::Grouped(None, None))
-        .bias(Bias::None).dropout(Number("attention_probs_dropout_prob", 0.0)).rope(rope(1000.0, 2048))
+        .bias(Bias::AllIf("qkv_proj_bias", false)).dropout(Number("attention_probs_dropout_prob", 0.0))
+        .rope(rope(1000.0, 2048))
         .only(&[
-            ("causal", "false"), ("qkv_proj_bias", "false"), ("rotary_emb_interleaved", "false"),
-            ("rotary_emb_fraction", "1"), ("rotary_emb_scale_base", "null"),
+            ("causal", "false"), ("rotary_emb_interleaved", "false"), ("rotary_emb_fraction", "1"),
+            ("rotary_emb_scale_base", "null"),
         ])
         .rules(&[rules::equal_heads, rules::nomic_scaling]),
     BERT.of("rembert").sizes([32, 1152, 18]).below(&["rembert.", ""])
