@@ -94,6 +94,13 @@ fn device_check_of_the_cpu_passes() {
 }
 
 #[test]
+fn device_check_of_first_use_on_the_cpu_says_that_there_are_no_kernels() {
+    let run = run(&["--first-use", "--device", "cpu"]);
+    assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""), "{}", run.stdout);
+    assert_eq!(run.stdout, "cpu\nno kernels: the tensors are on the CPU\n\n");
+}
+
+#[test]
 fn device_check_without_tolerance_fails() {
     let run = run(&["--short", "--device", "cpu", "--tolerance", "0", "--part", "2/60"]);
     assert_eq!(run.code, Some(1));

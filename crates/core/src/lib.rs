@@ -31,14 +31,15 @@ pub mod weights {
 /// Internals that other packages of the workspace use. They are not covered by semantic versioning.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::cache::{NewTokens, Padding, check_kept};
+    pub use crate::cache::{NewTokens, Padding, QUANTIZE_CASE, check_kept};
     pub use crate::layer::LatentProjections;
     pub use crate::mask::{check_trees, rows_of_ones, tree_of};
     pub use crate::params::{
         AdaptableModule, AdapterMatrices, GATE_NAME, LayoutTensor, MaskBuffer, OTHER_GATE_NAME, ParameterName,
         ProjectionShape, TensorSource, detect_with, nearest_layout, projection_shape, query_weights, wrapper_prefixes,
     };
-    pub use crate::sdpa::{has_relative_bias, take_alibi_slopes, without_sinks};
+    pub use crate::position::ROTATION_CASE;
+    pub use crate::sdpa::{ATTENTION_CASES, has_relative_bias, take_alibi_slopes, without_sinks};
 }
 
 pub use cache::{AttentionCache, AttentionCacheConfig};

@@ -8,31 +8,24 @@ mod ci_programs;
 mod compile;
 mod delta;
 mod device;
-#[cfg(any(feature = "cuda", test))]
-mod disk_cache;
 mod element;
-#[cfg(any(feature = "cuda", feature = "emulator"))]
-mod failure;
 mod given;
-#[cfg(any(feature = "cuda", feature = "emulator"))]
-mod hash;
 mod kernel_pointers;
 mod kernel_struct;
 mod memory_layout;
 #[cfg(any(feature = "cuda", test))]
 mod nvrtc;
-#[cfg(any(feature = "cuda", test))]
-mod private_files;
 mod program;
 mod rows;
 mod source;
 mod specialization;
 mod tiles;
 mod unsupported;
-mod warnings;
 
 use std::path::Path;
 use std::{fs, io};
+
+use candle_core::Device;
 
 pub use attention::{
     BackwardInputs, BackwardKernel, CudaAttention, CudaCall, ForwardKernel, ForwardOutput, is_available,
@@ -41,12 +34,13 @@ pub use candle_attention_call::{
     AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Intervals, KvPages, KvScales, OutputLayout,
     PackedLengths, PerInput, RequestedGradients, RequestedResults, ScoreModifiers,
 };
+pub use candle_attention_device::warn_of_each_text;
 pub use capability::{Capability, Limits};
 pub use ci_programs::{CiKernel, CiProgram};
 pub use delta::{CudaDeltaCall, CudaDeltaGradients, DeltaKernel, DeltaResults};
-pub use device::launches_of_thread;
+pub use device::{DeviceChecks, first_use, kernels_version, launches_of_thread};
 #[cfg(feature = "emulator")]
-pub use device::without_programs;
+pub use device::{NewDevice, SourceFault, on_new_device, without_programs};
 pub use rows::{
     Activation, AngleRows, CodedLinear, CodedNumbers, CodedValues, CodedWeight, ConvolutionCall, ConvolutionGradients,
     ConvolutionResults, DeltaGates, DeltaGatesCall, DequantizeCall, GateCall, GateGradients, GatedNormCall,
@@ -54,7 +48,14 @@ pub use rows::{
     NormParameterGradients, QuantizeRowsCall, RotationCall, RowCodes,
 };
 pub use unsupported::Unsupported;
-pub use warnings::warn_of_each_text;
+
+/// Returns the name of a device that runs kernels, with its compute capability and the compiler.
+///
+/// # Errors
+/// If no kernels run there.
+pub fn device_name(device: &Device) -> Result<String, Unsupported> {
+    Ok(device::KernelDevice::of(device)?.name())
+}
 
 /// Returns the programs that continuous integration compiles for a device with some limits: the ones that it would run
 /// for the usual head dimensions and each score modifier.

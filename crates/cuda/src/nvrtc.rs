@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::LazyLock;
 
+use candle_attention_device::{Attempt, Failure};
 use libloading::Library;
 
 use crate::capability::Capability;
-use crate::failure::{Attempt, Failure};
 use crate::unsupported::Unsupported;
 
 /// The oldest version that is used: options and instructions of the kernels are newer than 11.
@@ -315,8 +315,9 @@ fn builtins(nvrtc: &Path, version: NvrtcVersion) -> Option<Library> {
 
 #[cfg(test)]
 mod tests {
+    use candle_attention_device::DiskCache;
+
     use super::*;
-    use crate::disk_cache::DiskCache;
     use crate::element::ElementType;
     use crate::specialization::Specialization;
     use crate::tiles::{ForwardLength, ForwardTile};

@@ -3,6 +3,8 @@
 
 use std::collections::BTreeSet;
 
+use candle_attention_device::Fnv;
+
 use crate::kernel_struct::{StructDefinition, StructHeader};
 
 /// A file of the source.
@@ -68,6 +70,16 @@ const FILES: &[SourceFile] = source_files![
     "specialization.cuh",
     "tf32_products.cuh",
 ];
+
+/// Returns a hash of all files.
+pub(crate) fn hash() -> u128 {
+    let mut hash = Fnv::new();
+    for file in FILES {
+        hash.add_text(file.name);
+        hash.add_text(file.text);
+    }
+    hash.value()
+}
 
 /// Returns the text of a file in which the first `#include` of each other file is replaced by its text. The headers of
 /// `arguments` can be included too.

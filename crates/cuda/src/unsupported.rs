@@ -3,6 +3,8 @@
 use std::error::Error;
 use std::fmt;
 
+use candle_attention_device::Failure;
+
 /// The reason why no kernel runs a call, in one sentence without a full stop.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unsupported {
@@ -28,6 +30,12 @@ impl fmt::Display for Unsupported {
 }
 
 impl Error for Unsupported {}
+
+impl From<Failure> for Unsupported {
+    fn from(failure: Failure) -> Self {
+        Self::new(failure.reason)
+    }
+}
 
 impl From<Unsupported> for candle_core::Error {
     fn from(unsupported: Unsupported) -> Self {

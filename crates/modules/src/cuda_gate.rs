@@ -1,10 +1,16 @@
 //! Values times an activated gate by CUDA kernels, as an operation in Candle's graph.
 
 use candle_attention_cuda::{Activation, GateCall, GateGradients};
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
+use crate::base::first_use::{
+    ComparedResult, FirstUseCase, ResultWithGradients, case_numbers, variables_in, variables_on,
+};
 use crate::base::record;
 use crate::base::rowwise::{with_contiguous_rows, with_four_dimensions};
+
+/// The case of values times activated gates.
+pub(crate) const GATE_CASE: FirstUseCase = FirstUseCase { operation: "gate", is_new: false, run: gate_case };
 
 /// Values times an activated gate that the kernels support, in the form that they read.
 pub(crate) struct CudaGate {
@@ -19,21 +25,31 @@ impl CudaGate {
     /// Returns `activation(gates) · values` of at most four dimensions; `None` if the kernels do not support it. The
     /// gates have the shape of the values, or the last dimension 1.
     pub fn plan(gates: &Tensor, values: &Tensor, activation: Activation) -> Option<Self> {
-        let (last, others) = values.dims().split_last()?;
-        let (gate_last, gate_others) = gates.dims().split_last()?;
-        let fits = others == gate_others && [1, *last].contains(gate_last) && gates.dtype() == values.dtype();
-        if !fits || values.rank() > 4 {
-            return None;
+        let call = Self::unchecked(gates, values, activation).ok()?;
+        GATE_CASE.check(values.device(), values.dtype()).ok()?;
+        Some(call)
+    }
+
+    /// Returns the product as [`plan`](Self::plan) does, whether or not the kernels passed their check.
+    fn unchecked(gates: &Tensor, values: &Tensor, activation: Activation) -> Result<Self> {
+        let fits = match (values.dims().split_last(), gates.dims().split_last()) {
+            (Some((last, others)), Some((gate_last, gate_others))) => {
+                others == gate_others && [1, *last].contains(gate_last)
+            }
+            _ => false,
+        };
+        if !fits || gates.dtype() != values.dtype() || values.rank() > 4 {
+            bail!("no kernel multiplies {values:?} by {gates:?}")
         }
-        let gates = with_contiguous_rows(gates).ok()?;
-        let values = with_contiguous_rows(values).ok()?;
+        let gates = with_contiguous_rows(gates)?;
+        let values = with_contiguous_rows(values)?;
         let kernels = GateCall {
-            gates: with_four_dimensions(&gates.detach()).ok()?,
-            values: with_four_dimensions(&values.detach()).ok()?,
+            gates: with_four_dimensions(&gates.detach())?,
+            values: with_four_dimensions(&values.detach())?,
             activation,
         };
-        kernels.plan().ok()?;
-        Some(Self { gates, values, kernels })
+        kernels.plan()?;
+        Ok(Self { gates, values, kernels })
     }
 
     /// Returns the product, contiguous, in the shape of the values.
@@ -48,4 +64,15 @@ impl CudaGate {
             Ok(vec![Some(found.gates.reshape(&gate_shape)?), Some(found.values.reshape(&shape)?)])
         })
     }
+}
+
+/// Computes values times activated gates with all gradients by the kernels and by the CPU.
+fn gate_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
+    let inputs = [case_numbers(&[2, 3, 3, 80], 1, dtype)?, case_numbers(&[2, 3, 3, 80], 2, dtype)?];
+    let own = variables_on(device, &inputs)?;
+    let other = variables_in(DType::F32, &inputs)?;
+    let found = CudaGate::unchecked(&own[0], &own[1], Activation::Silu)?.run()?;
+    let expected = other[0].silu()?.mul(&other[1])?;
+    let names = ["the gradient of the gates", "the gradient of the values"];
+    ResultWithGradients { names: &names, found: &own, expected: &other }.compare(&found, &expected)
 }

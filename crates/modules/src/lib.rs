@@ -7,6 +7,20 @@ pub mod ggml;
 pub mod init;
 pub mod linear;
 pub mod norm;
+#[cfg(test)]
+mod tests;
+
+/// Internals that other packages of the workspace use. They are not covered by semantic versioning.
+#[doc(hidden)]
+pub mod internal {
+    use crate::base::first_use::FirstUseCase;
+    use crate::cuda_gate::GATE_CASE;
+    use crate::linear::{CODES_CASE, ROWS_CASE};
+    use crate::norm::{GATED_NORM_CASE, NORM_CASE};
+
+    /// The cases that check this package's kernels.
+    pub const FIRST_USE_CASES: [FirstUseCase; 5] = [NORM_CASE, GATED_NORM_CASE, GATE_CASE, ROWS_CASE, CODES_CASE];
+}
 
 /// Logs a warning the first time that this place is reached. The caller depends on `log`.
 #[macro_export]

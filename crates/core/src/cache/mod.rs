@@ -17,6 +17,7 @@ mod tokens;
 
 pub use config::AttentionCacheConfig;
 pub use drafts::check_kept;
+pub use quantize::QUANTIZE_CASE;
 pub use tokens::{NewTokens, Padding};
 
 pub(crate) use staged::{CachedCall, KeyChoice};

@@ -1,10 +1,14 @@
 //! Rows of floats as codes of 8 bits: by one CUDA kernel, or by operations of Candle, with the same bits.
 
 use candle_attention_cuda::QuantizeRowsCall;
-use candle_core::{D, DType, Result, Tensor};
+use candle_core::{D, DType, Device, Result, Tensor};
 
 use crate::sdpa::ZERO_POINT;
+use candle_attention_modules::base::first_use::{ComparedResult, FirstUseCase, case_numbers};
 use candle_attention_modules::base::rowwise::with_contiguous_rows;
+
+/// The case of codes of 8 bits.
+pub const QUANTIZE_CASE: FirstUseCase = FirstUseCase { operation: "rows of 8 bits", is_new: false, run: quantize_case };
 
 /// Rows of floats as u8 codes (.., width) and f32 scales (.., 1).
 #[derive(Debug)]
@@ -30,7 +34,7 @@ pub(super) fn quantize(rows: &Tensor) -> Result<QuantizedRows> {
 /// Quantises rows as [`quantize`] does; `None` if the kernel does not support them.
 fn by_kernel(rows: &Tensor) -> Result<Option<QuantizedRows>> {
     let kernel = kernel_call(rows)?;
-    if kernel.plan().is_err() {
+    if kernel.plan().is_err() || QUANTIZE_CASE.check(rows.device(), rows.dtype()).is_err() {
         return Ok(None);
     }
     run_kernel(&kernel).map(Some)
@@ -43,6 +47,19 @@ fn kernel_call(rows: &Tensor) -> Result<QuantizeRowsCall> {
 fn run_kernel(kernel: &QuantizeRowsCall) -> Result<QuantizedRows> {
     let quantized = kernel.forward()?;
     Ok(QuantizedRows { codes: quantized.codes, scales: quantized.scales })
+}
+
+/// Quantises rows by the kernel and by the CPU.
+fn quantize_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
+    let rows = case_numbers(&[2, 3, 5, 80], 1, dtype)?;
+    let kernel = kernel_call(&rows.to_device(device)?)?;
+    kernel.plan()?;
+    let found = run_kernel(&kernel)?;
+    let expected = by_candle(&rows)?;
+    Ok(vec![
+        ComparedResult { name: "the codes", found: found.codes, expected: expected.codes },
+        ComparedResult { name: "the scales", found: found.scales, expected: expected.scales },
+    ])
 }
 
 fn by_candle(rows: &Tensor) -> Result<QuantizedRows> {
@@ -71,7 +88,6 @@ mod tests {
     use crate::mask::AttentionMask;
     use crate::sdpa::{SdpaOptions, emulator_runs};
     use candle_attention_modules::init::TorchSeed;
-    use candle_core::Device;
 
     /// Quantises rows by the kernel on the emulator.
     fn emulated(rows: &Tensor) -> Result<QuantizedRows> {

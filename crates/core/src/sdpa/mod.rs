@@ -23,11 +23,13 @@ mod prepared;
 mod reference;
 mod results;
 mod run;
+mod small_call;
 mod softmax;
 mod statistics;
 #[cfg(test)]
 mod tests;
 
+pub use cuda::ATTENTION_CASES;
 #[cfg(test)]
 pub use cuda::emulator_runs;
 pub use function::{

@@ -4,6 +4,7 @@ use candle_attention_call::RequestedResults;
 use candle_core::{Result, bail};
 
 use super::call::Call;
+use super::cuda::CudaPath;
 use super::options::Backend;
 use super::plan::{Choice, Plan};
 use super::results::Attended;
@@ -41,7 +42,7 @@ pub(crate) fn run(call: Call, wanted: RequestedResults) -> Result<Attended> {
     }
     match Choice::fused(&call, wanted)? {
         Ok(Choice::Cpu(instruction_set)) => cpu::attend_over_pages(&call, instruction_set, wanted),
-        Ok(Choice::Cuda(cuda_path)) => or_reference(&call, cuda_path.attend(wanted), || {
+        Ok(Choice::Cuda(cuda_path)) => attend_on_cuda(&call, *cuda_path, wanted, || {
             reference::attend(&gather::with_keys_in_one_piece(call.clone())?, wanted)
         }),
         _ => choose(gather::with_keys_in_one_piece(call)?, wanted)?.attend(wanted),
@@ -92,11 +93,27 @@ pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Re
         Choice::Reference { .. } => reference::attend(&call, wanted),
         Choice::Cpu(instruction_set) => cpu::attend(call, instruction_set, wanted),
         Choice::Listed(instruction_set) => listed::attend(call, instruction_set, wanted),
-        Choice::Cuda(cuda_path) => or_reference(&call, cuda_path.attend(wanted), || reference::attend(&call, wanted)),
+        Choice::Cuda(cuda_path) => attend_on_cuda(&call, *cuda_path, wanted, || reference::attend(&call, wanted)),
         Choice::Metal(metal_call) => {
             let fused = metal_call.output(&call).map(Attended::from);
             or_reference(&call, fused, || reference::attend(&call, wanted))
         }
+    }
+}
+
+/// Runs a call on the CUDA kernels, or on the reference path if they fail, or failed their check at first use, and
+/// another path is allowed.
+fn attend_on_cuda(
+    call: &Call,
+    cuda_path: CudaPath,
+    wanted: RequestedResults,
+    reference: impl FnOnce() -> Result<Attended>,
+) -> Result<Attended> {
+    match cuda_path.check_first_use() {
+        Ok(()) => or_reference(call, cuda_path.attend(wanted), reference),
+        Err(reason) if call.backend == Backend::Fused => bail!("[{}] no fused path: {reason}", call.op),
+        // The check has logged the reason.
+        Err(_) => reference(),
     }
 }
 

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use candle_attention_device::{Attempt, DiskCache, Failure, FirstUse, warn_of_each_text};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute, CUresult};
 use candle_core::cuda_backend::cudarc::driver::{
@@ -15,19 +16,23 @@ use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, bail};
 use half::{bf16, f16};
 
 use super::DeviceBuffer;
+use super::checks::{DeviceChecks, kernels_version};
 use super::launch::{KernelArguments, Launch};
 use super::programs::{LoadResult, Programs};
 use crate::capability::{Capability, Limits};
 use crate::compile::{compile, compile_empty_kernel};
-use crate::disk_cache::DiskCache;
-use crate::failure::{Attempt, Failure};
 use crate::nvrtc::Nvrtc;
 use crate::program::Program;
 use crate::unsupported::Unsupported;
-use crate::warnings::warn_of_each_text;
 
 /// The oldest device that has the instructions of the kernels.
 const OLDEST: Capability = Capability { major: 8, minor: 0 };
+
+/// The devices on which the kernels have been run and compared with the CPU (docs/cuda.md).
+const DEVICES_THAT_RAN: [Capability; 1] = [Capability { major: 9, minor: 0 }];
+
+/// The devices, by their number, whose checks at first use are found without a lock.
+const QUICK_DEVICES: usize = 16;
 
 /// The errors of the driver for code that it will never load.
 const LASTING_ERRORS: [CUresult; 4] = [
@@ -67,6 +72,24 @@ struct ContextPrograms {
     nvrtc: &'static Nvrtc,
     architecture: String,
     programs: Programs<CudaProgram>,
+    /// The name of the device, its compute capability and the compiler.
+    name: String,
+    /// The checks of kernels at their first use.
+    first_use: DeviceChecks,
+}
+
+/// Returns the checks of kernels at their first use on a device, unless there are no kernels for it.
+pub(super) fn first_use(device: &CudaDevice) -> Option<DeviceChecks> {
+    static OF_DEVICES: [OnceLock<DeviceChecks>; QUICK_DEVICES] = [const { OnceLock::new() }; QUICK_DEVICES];
+    let slot = OF_DEVICES.get(device.cuda_stream().context().ordinal());
+    if let Some(known) = slot.and_then(OnceLock::get) {
+        return Some(known.clone());
+    }
+    let checks = CudaRunner::new(device).ok()?.context.first_use.clone();
+    if let Some(slot) = slot {
+        slot.get_or_init(|| checks.clone());
+    }
+    Some(checks)
 }
 
 /// A compiled program in a context.
@@ -114,6 +137,11 @@ impl CudaRunner {
             warn_of_each_text(&format!("other operations run instead of the CUDA kernels: {}", failure.reason));
         })?;
         Ok(Self { device: device.clone(), stream, context: programs })
+    }
+
+    /// Returns the name of the device, its compute capability and the compiler.
+    pub fn name(&self) -> &str {
+        &self.context.name
     }
 
     /// Returns what a kernel may use of the device.
@@ -274,6 +302,12 @@ impl ContextPrograms {
         // The compiler may lack a file, and the driver may be older than the compiler.
         let code = compile_empty_kernel(nvrtc, &DiskCache::of_user(), &architecture)?;
         load_module(context, nvrtc, code)?;
+        let device_name = context.name().map_err(failed)?;
+        let name = format!("{device_name}, compute capability {capability}, {}", nvrtc.name());
+        let first_use = DeviceChecks {
+            checks: Arc::new(FirstUse::new(name.clone(), kernels_version(), DiskCache::of_user())),
+            have_run: DEVICES_THAT_RAN.contains(&capability),
+        };
         Ok(Self {
             context: context.clone(),
             limits: Limits {
@@ -284,6 +318,8 @@ impl ContextPrograms {
             nvrtc,
             architecture,
             programs: Programs::default(),
+            name,
+            first_use,
         })
     }
 

@@ -9,15 +9,15 @@ use std::path::{Path, PathBuf};
 use std::process::{self, Command};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
+use candle_attention_device::{Failure, Fnv};
 use candle_core::{Error, Result, bail};
 use libloading::Library;
 
 use super::launch::{KernelArguments, Launch, launches_of_thread};
+use super::new_device::{SourceFault, fault_of_thread};
 use super::programs::{LoadResult, Programs};
-use crate::failure::Failure;
-use crate::hash::Fnv;
 use crate::kernel_struct::StructHeader;
-use crate::program::Program;
+use crate::program::{Define, Program};
 use crate::unsupported::Unsupported;
 
 /// Memory that a launch may access.
@@ -58,8 +58,17 @@ pub(super) fn load(program: &Program) -> LoadResult<EmulatedProgram> {
     if let Some(failure) = failure_of_thread() {
         return Err(failure);
     }
-    let open = || EmulatedProgram::open(&build(program)?).map(Arc::new);
+    let fault = fault_of_thread();
+    let program = &with_fault(program, fault);
+    let open = || EmulatedProgram::open(&build(program, fault)?).map(Arc::new);
     PROGRAMS.get_or_load(program, || open().map_err(|error: Error| Failure::lasting(error.to_string())))
+}
+
+/// Returns a program under another name if its source has a fault.
+fn with_fault(program: &Program, fault: Option<SourceFault>) -> Program {
+    let mut named = program.clone();
+    named.defines.extend(fault.map(|known| Define { name: "SOURCE_FAULT", value: known.number() }));
+    named
 }
 
 thread_local! {
@@ -82,7 +91,8 @@ fn failure_of_thread() -> Option<Failure> {
 
 /// Returns the failure of a program that an earlier call could not load. `program` is called only if there is any.
 pub(super) fn known_failure(program: impl FnOnce() -> Option<Program>) -> Option<Failure> {
-    failure_of_thread().or_else(|| PROGRAMS.known_failure(program))
+    let named = || program().map(|own| with_fault(&own, fault_of_thread()));
+    failure_of_thread().or_else(|| PROGRAMS.known_failure(named))
 }
 
 impl EmulatedProgram {
@@ -158,20 +168,25 @@ pub(super) fn check_compiler() -> std::result::Result<(), Unsupported> {
 const OPTIONS: [&str; 7] = ["-std=c++17", "-O1", "-finline-limit=20", "-fno-exceptions", "-fPIC", "-w", "-DEMULATOR"];
 
 /// Returns the path of a program's library, which is compiled unless it is there.
-fn build(program: &Program) -> Result<PathBuf> {
+fn build(program: &Program, fault: Option<SourceFault>) -> Result<PathBuf> {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let libraries = target_folder(package).join("emulator");
+    let kernels = match fault {
+        Some(fault) => fault.write_sources(&package.join("kernels"), &libraries)?,
+        None => package.join("kernels"),
+    };
     let defines: Vec<String> = program.define_options().collect();
     let headers = program.arguments.headers();
     let mut hash = hash_of_options()?;
     hash.add_text(program.root);
     defines.iter().for_each(|option| hash.add_text(option));
     headers.iter().for_each(|header| hash.add_text(&header.text));
-    hash_files(&package.join("kernels"), &mut hash)?;
-    let library = target_folder(package).join("emulator").join(format!("{:032x}.so", hash.value()));
+    hash_files(&kernels, &mut hash)?;
+    let library = libraries.join(format!("{:032x}.so", hash.value()));
     if library.exists() {
         return Ok(library);
     }
-    let mut command = command_of_compiler();
+    let mut command = command_of_compiler(&kernels);
     command.arg("-shared").args(&defines).arg(format!("-DKERNEL_SOURCE=\"{}\"", program.root));
     command.arg("-I").arg(write_headers(&headers)?);
     if let Ok(header) = precompiled_header() {
@@ -220,7 +235,7 @@ fn precompiled_header() -> Result<PathBuf> {
     if !precompiled.exists() {
         fs::create_dir_all(&folder)?;
         fs::write(&header, "#include \"cuda_on_cpu.h\"\n")?;
-        let mut command = command_of_compiler();
+        let mut command = command_of_compiler(&Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels"));
         command.args(["-x", "c++-header"]);
         compile(command, &header, &precompiled)?;
     }
@@ -236,12 +251,13 @@ fn hash_of_options() -> Result<Fnv> {
     Ok(hash)
 }
 
-fn command_of_compiler() -> Command {
+/// Returns a command of the compiler that finds the kernels in a folder.
+fn command_of_compiler(kernels: &Path) -> Command {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut command = Command::new(compiler());
     command.args(OPTIONS);
-    for folder in ["kernels", "emulator"] {
-        command.arg("-I").arg(package.join(folder));
+    for folder in [kernels, &package.join("emulator")] {
+        command.arg("-I").arg(folder);
     }
     command
 }

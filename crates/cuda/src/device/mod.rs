@@ -2,27 +2,47 @@
 //! programs.
 
 mod buffer;
+mod checks;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(feature = "emulator")]
 mod emulator;
 mod launch;
+#[cfg(feature = "emulator")]
+mod new_device;
 mod operands;
 #[cfg(any(feature = "cuda", feature = "emulator"))]
 mod programs;
 
+use candle_attention_device::switches::FIRST_USE_CHECKS;
 use candle_core::{DType, Device};
 
 pub(crate) use buffer::DeviceBuffer;
+pub use checks::{DeviceChecks, kernels_version};
 #[cfg(feature = "emulator")]
 pub use emulator::without_programs;
 pub use launch::launches_of_thread;
 pub(crate) use launch::{Grid, KernelArguments, Launch};
+#[cfg(feature = "emulator")]
+pub use new_device::{NewDevice, SourceFault, on_new_device};
 pub(crate) use operands::{Operands, TensorLocks};
 
 use crate::capability::{Capability, Limits};
 use crate::program::Program;
 use crate::unsupported::Unsupported;
+
+/// Returns the checks of the kernels at their first use on a device. There are none where no kernels run,
+/// on the emulator, and where the environment turns the checks off.
+pub fn first_use(device: &Device) -> Option<DeviceChecks> {
+    let checks = match device {
+        #[cfg(feature = "emulator")]
+        Device::Cpu => new_device::checks_of_thread(),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(cuda_device) => cuda::first_use(cuda_device),
+        _ => None,
+    };
+    checks.filter(|_| FIRST_USE_CHECKS.is_on())
+}
 
 /// A device that runs kernels.
 pub(crate) enum KernelDevice {
@@ -51,16 +71,29 @@ impl KernelDevice {
         match device {
             #[cfg(feature = "emulator")]
             Device::Cpu => {
+                checks::check_switch()?;
                 emulator::check_compiler()?;
                 Ok(Self::Emulator)
             }
             #[cfg(not(feature = "emulator"))]
             Device::Cpu => Err(Unsupported::new("the tensors are on the CPU")),
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Ok(Self::Cuda(cuda::CudaRunner::new(device)?)),
+            Device::Cuda(device) => {
+                checks::check_switch()?;
+                Ok(Self::Cuda(cuda::CudaRunner::new(device)?))
+            }
             #[cfg(not(feature = "cuda"))]
             Device::Cuda(_) => Err(Unsupported::new("the crate was built without the feature `cuda`")),
             Device::Metal(_) => Err(Unsupported::new("the tensors are on Metal")),
+        }
+    }
+
+    /// Returns the name of the device, with everything that compiles for it.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Emulator => "the emulator".into(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(runner) => runner.name().into(),
         }
     }
 
@@ -122,7 +155,7 @@ impl KernelDevice {
             Ok(_) => Ok(()),
             Err(reason) => {
                 #[cfg(any(feature = "cuda", feature = "emulator"))]
-                crate::warnings::warn_of_each_text(&format!(
+                candle_attention_device::warn_of_each_text(&format!(
                     "Candle's operations run instead of CUDA kernels: {reason}"
                 ));
                 Err(reason)

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::failure::{Attempt, Failure};
+use candle_attention_device::{Attempt, Failure};
+
 use crate::program::Program;
 
 /// A loaded program, or the failure to load it.

@@ -7,3 +7,4 @@ mod forward;
 mod large_batches;
 mod plan;
 mod reference;
+mod switches;

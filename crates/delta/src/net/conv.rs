@@ -1,16 +1,23 @@
 //! The short causal convolution, depthwise, and SiLU.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::config::OP;
 use super::conv_cuda::{Convolved, CudaConvolution};
 use candle_attention_core::PackedSequences;
 use candle_attention_core::internal::NewTokens;
+use candle_attention_modules::base::first_use::{
+    ComparedResult, FirstUseCase, ResultWithGradients, case_numbers, variables_in, variables_on,
+};
 use candle_attention_modules::base::rowwise::{
     HeadRows, Row, RowPass, Sums, TensorElement, map_rows, read, with_contiguous_rows, with_float,
 };
 use candle_attention_modules::base::{Parameter, accumulation_dtype, gradient_of, part, record, sum_of_terms};
 use candle_attention_modules::gate::GateActivation;
+
+/// The case of the short convolution.
+pub const CONVOLUTION_CASE: FirstUseCase =
+    FirstUseCase { operation: "short convolution", is_new: false, run: convolution_case };
 
 /// Returns weights (C, 1, K) as taps (K, C) in the accumulation dtype, with the present values of variables.
 pub(super) fn taps_of(weight: &Parameter) -> Result<Tensor> {
@@ -22,11 +29,39 @@ pub(super) fn taps_of(weight: &Parameter) -> Result<Tensor> {
 pub(super) fn convolve_with_state(taps: &Tensor, xs: &Tensor, state: &Tensor, tokens: &NewTokens) -> Result<Convolved> {
     if xs.device().is_cuda()
         && tokens.all_valid()
-        && let Some(call) = CudaConvolution::plan(taps, xs, Some(state), None)
+        && let Some(call) = checked_on_cuda(taps, xs, state, None)
     {
         return call.run_with_state();
     }
     Ok(Convolved { ys: convolve(taps, xs, state, None)?, next_state: Some(tail(xs, state, tokens)?) })
+}
+
+/// Returns the convolution for the CUDA kernels; `None` if they do not support it, or failed their check.
+fn checked_on_cuda(
+    taps: &Tensor,
+    xs: &Tensor,
+    state: &Tensor,
+    sequences: Option<&PackedSequences>,
+) -> Option<CudaConvolution> {
+    let call = CudaConvolution::plan(taps, xs, Some(state), sequences)?;
+    CONVOLUTION_CASE.check(xs.device(), xs.dtype()).ok()?;
+    Some(call)
+}
+
+/// Computes a convolution with its gradients by the kernels and by the CPU.
+fn convolution_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
+    let (b, t, c, k) = (2, 40, 36, 4);
+    let inputs = [case_numbers(&[b, t, c], 1, dtype)?, case_numbers(&[k, c], 2, DType::F32)?];
+    let state = case_numbers(&[b, k - 1, c], 3, dtype)?;
+    let own = variables_on(device, &inputs)?;
+    let other = variables_in(DType::F32, &inputs)?;
+    let Some(call) = CudaConvolution::plan(&own[1], &own[0], Some(&state.to_device(device)?), None) else {
+        bail!("no kernel convolves {:?} by {:?}", own[0], own[1])
+    };
+    let found = call.run()?;
+    let expected = convolve(&other[1], &other[0], &state.to_dtype(DType::F32)?, None)?;
+    let names = ["the gradient of the inputs", "the gradient of the taps"];
+    ResultWithGradients { names: &names, found: &own, expected: &other }.compare(&found, &expected)
 }
 
 /// Computes `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel: inputs (B, T, C) by taps (K, C), after the last
@@ -44,7 +79,7 @@ pub(super) fn convolve(
         return with_float!(OP, xs.dtype(), |E| convolve_in_one_pass::<E>(taps, xs, state, sequences));
     }
     if xs.device().is_cuda()
-        && let Some(call) = CudaConvolution::plan(taps, xs, Some(state), sequences)
+        && let Some(call) = checked_on_cuda(taps, xs, state, sequences)
     {
         return call.run();
     }

@@ -1,12 +1,16 @@
 //! The decays and betas of a layer, from their projections.
 
 use candle_attention_cuda::{DeltaGates, DeltaGatesCall};
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::config::GatedDeltaNetConfig;
+use candle_attention_modules::base::first_use::{ComparedResult, FirstUseCase, case_numbers};
 use candle_attention_modules::base::rowwise::with_contiguous_rows;
 use candle_attention_modules::base::{ParameterList, accumulation_dtype};
 use candle_attention_modules::gate::GateActivation;
+
+/// The case of decays and betas.
+pub const GATES_CASE: FirstUseCase = FirstUseCase { operation: "decays and betas", is_new: false, run: gates_case };
 
 /// The names of the parameters of decays.
 pub(super) const A_LOG: &str = "A_log";
@@ -52,6 +56,7 @@ impl Gates {
         if beta.device().is_cuda()
             && !is_tracked
             && let Some(kernel) = plan_on_cuda(cfg, parameters, beta, decay)
+            && GATES_CASE.check(beta.device(), beta.dtype()).is_ok()
         {
             return run_on_cuda(cfg, &kernel);
         }
@@ -103,10 +108,29 @@ fn run_on_cuda(cfg: &GatedDeltaNetConfig, call: &DeltaGatesCall) -> Result<Gates
     Ok(Gates { beta, decay: if cfg.decay_per_channel() { decay } else { decay.squeeze(3)? } })
 }
 
+/// Computes decays and betas of heads by the kernel and by Candle's operations.
+fn gates_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
+    let (b, t, h) = (2, 7, 5);
+    let cfg = GatedDeltaNetConfig::new(8, h);
+    let parameters_on = |device: &Device| -> Result<DecayParameters> {
+        let own = |seed: u64| case_numbers(&[h], seed, DType::F32)?.to_device(device);
+        Ok(DecayParameters { biases: own(1)?, log_rates: own(2)? })
+    };
+    let (beta, decay) = (case_numbers(&[b, t, h], 3, dtype)?, case_numbers(&[b, t, h], 4, dtype)?);
+    let Some(call) = plan_on_cuda(&cfg, &parameters_on(device)?, &beta.to_device(device)?, &decay.to_device(device)?)
+    else {
+        bail!("no kernel computes decays and betas of {dtype:?}")
+    };
+    let found = run_on_cuda(&cfg, &call)?;
+    let of_cpu = parameters_on(&Device::Cpu)?;
+    Ok(vec![
+        ComparedResult { name: "the betas", found: found.beta, expected: composed_beta(&cfg, &beta)? },
+        ComparedResult { name: "the decays", found: found.decay, expected: composed_decay(&cfg, &of_cpu, &decay)? },
+    ])
+}
+
 #[cfg(test)]
 mod tests {
-    use candle_core::{DType, Device};
-
     use super::*;
 
     /// Compares the kernel, by the emulator, with Candle's own operations.

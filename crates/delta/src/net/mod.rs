@@ -16,6 +16,8 @@ mod tree;
 
 pub use cache::DeltaCache;
 pub use config::GatedDeltaNetConfig;
+pub use conv::CONVOLUTION_CASE;
+pub use gates::GATES_CASE;
 pub use input::DeltaInput;
 pub use layout::DeltaLayout;
 

@@ -1,12 +1,25 @@
 //! The CUDA kernels, and their results in Candle's graph. Nothing here waits for the device or reads from it.
 
 use candle_attention_cuda::{CudaDeltaCall, CudaDeltaGradients, DeltaResults};
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Device, Error, Result, Tensor, Var};
 
-use super::call::{AllHeadGradients, CheckedDelta};
+use super::call::{AllHeadGradients, CheckedDelta, DeltaTensors};
+use super::options::DeltaOptions;
+use super::reference;
 use candle_attention_kernels::delta::DeltaDims;
+use candle_attention_modules::base::first_use::{
+    ComparedResult, FirstUseCase, ResultWithGradients, case_numbers, variables_in, variables_on,
+};
 use candle_attention_modules::base::record_two;
 use candle_attention_modules::base::rowwise::with_contiguous_rows;
+
+/// The case of forward passes, token by token and over chunks.
+pub const DELTA_CASE: FirstUseCase =
+    FirstUseCase { operation: "gated delta rule, forward", is_new: false, run: delta_case };
+
+/// The case of backward passes.
+pub const DELTA_BACKWARD_CASE: FirstUseCase =
+    FirstUseCase { operation: "gated delta rule, backward", is_new: false, run: delta_backward_case };
 
 /// A call that the kernels support, in the form that they read.
 pub(super) struct CudaDeltaPath {
@@ -17,6 +30,16 @@ pub(super) struct CudaDeltaPath {
 impl CudaDeltaPath {
     /// Returns the call for the kernels, which are loaded, or the reason why they do not run it.
     pub fn plan(call: &CheckedDelta) -> std::result::Result<Self, String> {
+        let delta_path = Self::unchecked(call)?;
+        DELTA_CASE.check(call.q.device(), call.dtype())?;
+        if call.tracks_gradients() {
+            DELTA_BACKWARD_CASE.check(call.q.device(), call.dtype())?;
+        }
+        Ok(delta_path)
+    }
+
+    /// Returns the call as [`plan`](Self::plan) does, whether or not the kernels passed a check.
+    fn unchecked(call: &CheckedDelta) -> std::result::Result<Self, String> {
         let rows = call.with_contiguous_rows().map_err(|error| error.to_string())?;
         let kernels = CudaDeltaCall {
             q: rows.q.detach(),
@@ -67,4 +90,67 @@ impl CudaDeltaPath {
             record_two("gated-delta-rule", &operands, shapes.each_ref(), output, states, backward)?;
         Ok((ys.transpose(1, 2)?, final_states))
     }
+}
+
+/// Computes a few tokens, and more of them, by the kernels and by the reference path.
+fn delta_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
+    let mut compared = Vec::new();
+    for tokens in [5, 40] {
+        let inputs = case_inputs(tokens, dtype)?;
+        let on_device = inputs.iter().map(|input| input.to_device(device)).collect::<Result<Vec<_>>>()?;
+        let wide = inputs.iter().map(|input| input.to_dtype(DType::F64)).collect::<Result<Vec<_>>>()?;
+        let (found, found_states) = by_kernels(&on_device)?;
+        let (expected, expected_states) = by_reference(&wide)?;
+        compared.push(ComparedResult { name: "the output", found, expected });
+        compared.push(ComparedResult { name: "the states", found: found_states, expected: expected_states });
+    }
+    Ok(compared)
+}
+
+/// Computes the gradients of all inputs by the kernels and by the reference path.
+fn delta_backward_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
+    let inputs = case_inputs(40, dtype)?;
+    let own = variables_on(device, &inputs)?;
+    let other = variables_in(DType::F64, &inputs)?;
+    let tensors = |variables: &[Var]| variables.iter().map(|own| own.as_tensor().clone()).collect::<Vec<_>>();
+    let (found, _) = by_kernels(&tensors(&own))?;
+    let (expected, _) = by_reference(&tensors(&other))?;
+    let names = [
+        "the gradient of queries",
+        "the gradient of keys",
+        "the gradient of values",
+        "the gradient of decays",
+        "the gradient of betas",
+        "the gradient of the states",
+    ];
+    ResultWithGradients { names: &names, found: &own, expected: &other }.compare(&found, &expected)
+}
+
+/// Returns queries, keys, values, decays, betas and states of two sequences with two heads.
+fn case_inputs(tokens: usize, dtype: DType) -> Result<[Tensor; 6]> {
+    let (b, h, d_k, d_v) = (2, 2, 64, 32);
+    let floats = |dims: &[usize], seed: u64| case_numbers(dims, seed, DType::F32);
+    Ok([
+        case_numbers(&[b, h, tokens, d_k], 1, dtype)?,
+        case_numbers(&[b, h, tokens, d_k], 2, dtype)?,
+        case_numbers(&[b, h, tokens, d_v], 3, dtype)?,
+        // From -1 to 0, and from 0 to 1.
+        floats(&[b, h, tokens], 4)?.affine(1.0 / 3.0, -0.5)?,
+        floats(&[b, h, tokens], 5)?.affine(1.0 / 3.0, 0.5)?,
+        floats(&[b, h, d_k, d_v], 6)?,
+    ])
+}
+
+fn by_kernels(inputs: &[Tensor]) -> Result<(Tensor, Tensor)> {
+    CudaDeltaPath::unchecked(&case_call(inputs)?).map_err(Error::msg)?.run()
+}
+
+fn by_reference(inputs: &[Tensor]) -> Result<(Tensor, Tensor)> {
+    reference::run(&case_call(inputs)?)
+}
+
+fn case_call(inputs: &[Tensor]) -> Result<CheckedDelta> {
+    let [q, k, v, decay, beta, state] = [0, 1, 2, 3, 4, 5].map(|at: usize| &inputs[at]);
+    let tensors = DeltaTensors { q, k, v, decay: Some(decay), beta: Some(beta), state: Some(state) };
+    CheckedDelta::new("check at first use", tensors, None, &DeltaOptions::default().with_qk_norm(1e-6))
 }

@@ -11,6 +11,7 @@ mod reference;
 #[cfg(test)]
 mod tests;
 
+pub use cuda::{DELTA_BACKWARD_CASE, DELTA_CASE};
 pub use options::DeltaOptions;
 
 use candle_core::{DType, Device, Result, Tensor, bail};

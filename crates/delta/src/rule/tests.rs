@@ -1,12 +1,14 @@
 //! The CUDA kernels, by the emulator on tensors of the CPU, against the reference path.
 
-use candle_attention_cuda::without_programs;
+use candle_attention_cuda::{NewDevice, SourceFault, on_new_device, without_programs};
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::call::{CheckedDelta, DeltaTensors};
-use super::cuda::CudaDeltaPath;
+use super::cuda::{CudaDeltaPath, DELTA_BACKWARD_CASE, DELTA_CASE};
 use super::{DeltaOptions, reference};
+use crate::net::{CONVOLUTION_CASE, GATES_CASE};
 use candle_attention_core::PackedSequences;
+use candle_attention_modules::base::first_use::{CaseError, allowed_error};
 
 /// The inputs of a test.
 struct Inputs {
@@ -171,5 +173,34 @@ fn cuda_kernels_that_do_not_compile_are_a_reason() -> Result<()> {
     let inputs = Inputs::new(SIZES, DType::F32)?;
     let reason = without_programs("no memory", || -> Result<_> { Ok(CudaDeltaPath::plan(&inputs.call()?).err()) })?;
     assert_eq!(reason.as_deref(), Some("no memory"));
+    Ok(())
+}
+
+/// Decays of half the logarithm.
+const WRONG_DECAYS: SourceFault = SourceFault {
+    file: "delta_rows.cuh",
+    text: "return exponential(load_global(",
+    replacement: "return exponential(0.5f * load_global(",
+};
+
+#[test]
+fn first_use_cases_of_linear_attention_pass_on_the_emulator() -> Result<()> {
+    for case in [DELTA_CASE, DELTA_BACKWARD_CASE, CONVOLUTION_CASE, GATES_CASE] {
+        let CaseError { name, error } = case.largest_error(&Device::Cpu, DType::BF16)?;
+        let allowed = allowed_error(DType::BF16);
+        assert!(error <= allowed / 2.0, "{}: {name} is off by {error:e}, of {allowed:e}", case.operation);
+    }
+    Ok(())
+}
+
+#[test]
+fn wrong_cuda_kernel_at_first_use_is_a_reason() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let inputs = Inputs::new(SIZES, DType::BF16)?;
+    let wrong = NewDevice::new("a device with wrong decays", folder.path()).with_fault(WRONG_DECAYS);
+    let reason = on_new_device(&wrong, || -> Result<_> { Ok(CudaDeltaPath::plan(&inputs.call()?).err()) })?;
+    let reason = reason.expect("a reason");
+    let start = "the kernels of gated delta rule, forward in bf16 failed their check on a device with wrong decays: ";
+    assert!(reason.starts_with(start) && reason.contains(" is off by "), "{reason}");
     Ok(())
 }

@@ -4,6 +4,7 @@
 mod expect;
 mod facts;
 mod fields;
+pub mod first_use;
 mod fused;
 mod graph;
 mod group_numbers;

@@ -1,11 +1,16 @@
 //! Linear layers with few rows by their CUDA kernel. Nothing is tracked for gradients.
 
 use candle_attention_cuda::{Activation, LinearCodesCall, LinearParameters, LinearRowsCall};
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{DType, Device, Result, Shape, Tensor};
 
 use super::OP;
 use super::matrix::contiguous;
+use crate::base::first_use::{ComparedResult, FirstUseCase, case_numbers};
 use crate::base::record;
+
+/// The case of linear layers of few rows with weights of elements.
+pub(crate) const ROWS_CASE: FirstUseCase =
+    FirstUseCase { operation: "linear layer of few rows", is_new: false, run: rows_case };
 
 /// A linear layer of few rows that a kernel supports, in the form that it reads.
 pub(super) struct CudaRows {
@@ -78,6 +83,7 @@ impl CudaRows {
         let FewRows { xs, residual, shape } = FewRows::new(xs, residual, outputs)?;
         let kernel = LinearRowsCall { xs, linear, activation, up, residual };
         kernel.plan().ok()?;
+        ROWS_CASE.check(kernel.xs.device(), kernel.xs.dtype()).ok()?;
         Some(Self { kernel: RowsKernel::Elements(kernel.into()), shape })
     }
 
@@ -102,10 +108,52 @@ pub(super) fn is_constant(tensor: &Tensor, dtype: DType) -> bool {
     tensor.dtype() == dtype && !tensor.track_op()
 }
 
+/// Computes a layer with bias, activation and residual, and a gated one, by the kernel and by the CPU.
+fn rows_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
+    let (rows, outputs, inputs) = (3, 37, 264);
+    let numbers = |dims: &[usize], seed: u64| case_numbers(dims, seed, dtype);
+    let all = [
+        numbers(&[rows, inputs], 1)?,
+        numbers(&[outputs, inputs], 2)?,
+        numbers(&[outputs], 3)?,
+        numbers(&[outputs, inputs], 4)?,
+        numbers(&[rows, outputs], 5)?,
+    ];
+    let on_device = |tensor: &Tensor| tensor.to_device(device);
+    let [xs, weight, bias, up_weight, residual] = all.each_ref().map(on_device);
+    let (xs, linear) = (xs?, LinearParameters { weight: weight?, bias: Some(bias?) });
+    let up = LinearParameters { weight: up_weight?, bias: None };
+    let output = |call: LinearRowsCall| -> Result<Tensor> {
+        call.plan()?;
+        record(OP, &[], call.forward()?, (rows, outputs), |_, _| Ok(Vec::new()))
+    };
+    let plain = LinearRowsCall {
+        xs: xs.clone(),
+        linear: linear.clone(),
+        activation: Some(Activation::Gelu),
+        up: None,
+        residual: Some(residual?),
+    };
+    let gated = LinearRowsCall { xs, linear, activation: Some(Activation::Silu), up: Some(up), residual: None };
+
+    let [wide_xs, wide_weight, wide_bias, wide_up, wide_residual] = all.each_ref().map(|own| own.to_dtype(DType::F64));
+    let wide_xs = wide_xs?;
+    let product = wide_xs.matmul(&wide_weight?.t()?)?.broadcast_add(&wide_bias?)?;
+    let factors = wide_xs.matmul(&wide_up?.t()?)?;
+    Ok(vec![
+        ComparedResult {
+            name: "the output",
+            found: output(plain)?,
+            expected: product.gelu_erf()?.add(&wide_residual?)?,
+        },
+        ComparedResult { name: "the gated output", found: output(gated)?, expected: product.silu()?.mul(&factors)? },
+    ])
+}
+
 #[cfg(test)]
 mod tests {
     use candle_attention_kernels::linear::WeightShape;
-    use candle_core::{DType, Device, Module, Var};
+    use candle_core::{Module, Var};
     use candle_nn::{Activation as Function, Linear};
 
     use super::*;

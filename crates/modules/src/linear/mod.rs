@@ -24,6 +24,8 @@ use crate::base::rowwise::to_vec;
 use crate::base::{Dim, Expect, frozen, is_addressable};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::linear::{PackedWeight, WeightShape};
+pub(crate) use cuda::ROWS_CASE;
+pub(crate) use cuda_codes::CODES_CASE;
 use cuda_codes::dequantized;
 pub use gated::PackedGatedLinear;
 use matrix::contiguous;

@@ -18,6 +18,7 @@ use crate::base::{
 };
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 use cuda::CudaNorm;
+pub(crate) use cuda::{GATED_NORM_CASE, NORM_CASE};
 pub use names::{KEY_NORM_NAMES, NormName, OUTPUT_NORM_NAMES, QUERY_NORM_NAMES, VALUE_NORM_NAMES};
 use passes::RowNorm;
 use rows::Affine;

@@ -1,5 +1,6 @@
 //! Norms and norms times a gate in one pass, against separate operations.
 
+use candle_attention_cuda::{NewDevice, SourceFault, on_new_device};
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use crate::gate::GateActivation;
@@ -147,5 +148,32 @@ fn cuda_norms_match_cpu_norms() -> Result<()> {
             }
         }
     }
+    Ok(())
+}
+
+/// A norm whose variance is the mean of one number too many.
+const WRONG_VARIANCE: SourceFault = SourceFault {
+    file: "norm.cu",
+    text: "row_sum(arguments, squares) / arguments.width",
+    replacement: "row_sum(arguments, squares) / (arguments.width + 1)",
+};
+
+#[test]
+fn wrong_norm_kernel_at_first_use_is_not_planned_and_right_one_is() -> Result<()> {
+    if let Err(reason) = candle_attention_cuda::is_available(&Device::Cpu) {
+        println!("skipped: {reason}");
+        return Ok(());
+    }
+    let folder = tempfile::tempdir()?;
+    let ones = Tensor::ones(16, DType::F32, &Device::Cpu)?;
+    let affine = Affine { weight: ones.clone(), bias: None };
+    let is_planned = |device: &NewDevice| {
+        let norm = RowNorm { subtracts_mean: false, eps: 1e-6 };
+        on_new_device(device, || CudaNorm::plan(norm, &ones, &affine).is_some())
+    };
+    assert!(is_planned(&NewDevice::new("a device", folder.path())));
+    let wrong = NewDevice::new("a device with a wrong norm", folder.path()).with_fault(WRONG_VARIANCE);
+    assert!(!is_planned(&wrong));
+    assert!(!is_planned(&NewDevice::new("a device with a wrong norm", folder.path())), "in a later process");
     Ok(())
 }

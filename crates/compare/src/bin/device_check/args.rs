@@ -16,6 +16,10 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = DeviceChoice::All)]
     pub device: DeviceChoice,
 
+    /// Only run the small cases that check kernels at their first use on a GPU, and print a report for an issue
+    #[arg(long)]
+    pub first_use: bool,
+
     /// Fewer and smaller calls
     #[arg(long)]
     pub short: bool,

@@ -15,6 +15,7 @@ mod coded_rows;
 mod command_line;
 mod delta;
 mod few_rows;
+mod first_use;
 mod golden;
 mod grid;
 mod layer;
@@ -42,6 +43,7 @@ fn main() -> ExitCode {
 /// Runs the checks, and returns whether all passed.
 fn run(args: &Args) -> Result<bool> {
     let mut totals = Totals::default();
+    let mut all_passed = true;
     for (name, choice, device) in [
         ("cpu", DeviceChoice::Cpu, Ok(Device::Cpu)),
         ("cuda", DeviceChoice::Cuda, Device::new_cuda(0)),
@@ -51,6 +53,11 @@ fn run(args: &Args) -> Result<bool> {
             _ if args.device != choice && args.device != DeviceChoice::All => {}
             Ok(device) => {
                 println!("{name}");
+                if args.first_use {
+                    all_passed &= first_use::report(&device);
+                    println!();
+                    continue;
+                }
                 let rows = check_device(&device, args)?;
                 table::print(&rows);
                 if args.explain {
@@ -62,6 +69,9 @@ fn run(args: &Args) -> Result<bool> {
             Err(error) if args.device == DeviceChoice::All => println!("{name}: absent: {}\n", one_line(&error)),
             Err(error) => return Err(Error::msg(format!("no {name} device: {}", one_line(&error)))),
         }
+    }
+    if args.first_use {
+        return Ok(all_passed);
     }
     println!("{} passed, {} skipped, {} failed", totals.passed, totals.skipped, totals.failed);
     Ok(totals.failed == 0)

@@ -1,16 +1,33 @@
 //! The rotation of heads by its CUDA kernel, which reads heads of any strides in their own dtype.
 
 use candle_attention_cuda::{AngleRows, RotationCall};
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
-use super::{RopeStyle, Rotation};
+use super::{RopeConfig, RopeStyle, RotaryEmbedding, Rotation};
+use crate::position::Positions;
+use candle_attention_modules::base::first_use::{ComparedResult, FirstUseCase, case_numbers};
 use candle_attention_modules::base::rowwise::with_contiguous_rows;
 use candle_attention_modules::base::{record, uploaded};
+
+/// The case of the rotation of heads.
+pub const ROTATION_CASE: FirstUseCase =
+    FirstUseCase { operation: "rotary positions", is_new: false, run: rotation_case };
 
 impl Rotation {
     /// Rotates heads (B, T, H, D) as [`apply`](Self::apply) does; `None` if the kernel does not support the call.
     pub(super) fn by_kernel(&self, xs: &Tensor) -> Result<Option<Tensor>> {
         let xs = with_contiguous_rows(xs)?;
+        let kernel = self.kernel(&xs)?;
+        if kernel.plan().is_err() || ROTATION_CASE.check(xs.device(), xs.dtype()).is_err() {
+            return Ok(None);
+        }
+        let inverse = Self { inverse: !self.inverse, ..self.clone() };
+        let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
+        record("rotary-embedding", &[Some(&xs)], kernel.forward()?, xs.shape(), backward).map(Some)
+    }
+
+    /// Returns the call of the kernel for heads (B, T, H, D) with contiguous rows.
+    fn kernel(&self, xs: &Tensor) -> Result<RotationCall> {
         let device = xs.device();
         let tables = self.angles.on(device)?;
         let in_a_row = self.index.windows(2).all(|pair| pair[1] == pair[0] + 1);
@@ -21,29 +38,41 @@ impl Rotation {
                 AngleRows::Each(uploaded(rows, &[self.index.len()], device)?)
             }
         };
-        let kernel = RotationCall {
+        Ok(RotationCall {
             xs: xs.detach(),
             cosines: tables.cos,
             sines: tables.sin,
             angle_rows,
             interleaved: self.style == RopeStyle::Interleaved,
             inverse: self.inverse,
-        };
-        if kernel.plan().is_err() {
-            return Ok(None);
-        }
-        let inverse = Self { inverse: !self.inverse, ..self.clone() };
-        let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
-        record("rotary-embedding", &[Some(&xs)], kernel.forward()?, xs.shape(), backward).map(Some)
+        })
     }
+}
+
+/// Rotates heads in both directions by the kernel and by the CPU.
+fn rotation_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
+    let (t, d) = (7, 64);
+    let xs = case_numbers(&[2, t, 3, d], 1, dtype)?;
+    let wide = xs.to_dtype(DType::F32)?;
+    let own = xs.to_device(device)?;
+    let rotary = RotaryEmbedding::new(&RopeConfig::new(10_000.0), d)?;
+    let there = rotary.at(&Positions::starting_at(&[5], t)?)?;
+    let back = Rotation { inverse: true, ..there.clone() };
+    let mut compared = Vec::new();
+    for (name, rotation) in [("the rotated heads", there), ("the heads that are rotated back", back)] {
+        let kernel = rotation.kernel(&own)?;
+        kernel.plan()?;
+        let found = record("rotary-embedding", &[], kernel.forward()?, own.shape(), |_, _| Ok(Vec::new()))?;
+        compared.push(ComparedResult { name, found, expected: rotation.apply(&wide)? });
+    }
+    Ok(compared)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::position::{Positions, RopeConfig, RotaryEmbedding};
     use candle_attention_modules::base::rowwise::to_vec;
-    use candle_core::{DType, Device, Var};
+    use candle_core::Var;
 
     /// Runs the kernel on the emulator.
     #[test]

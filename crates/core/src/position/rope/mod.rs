@@ -8,6 +8,7 @@ mod scaling;
 
 pub use axes::{RopeAxes, RopeAxisLayout};
 pub use config::{RopeConfig, RopeStyle};
+pub use cuda::ROTATION_CASE;
 pub use scaling::RopeScaling;
 
 pub(crate) use angles::score_factor;

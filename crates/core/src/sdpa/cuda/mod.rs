@@ -4,6 +4,7 @@
 //! the package `candle-attention-cuda`.
 
 mod bounded_keys;
+mod first_use;
 mod graph;
 mod pages;
 #[cfg(test)]
@@ -20,6 +21,7 @@ use super::dropout::{DropoutDraw, DropoutSource};
 use super::first_line;
 use super::prepared::prepared;
 use super::results::Attended;
+pub use first_use::ATTENTION_CASES;
 #[cfg(test)]
 pub use tests::emulator_runs;
 
@@ -38,8 +40,15 @@ impl fmt::Display for CudaPath {
 }
 
 impl CudaPath {
-    /// Returns the call for the kernels, or the reason why they do not support it.
+    /// Returns the call for the kernels, or the reason why they do not run it.
     pub fn plan(call: &Call, wanted: RequestedResults) -> std::result::Result<Self, String> {
+        let cuda_path = Self::unchecked(call, wanted)?;
+        cuda_path.check_known_first_use()?;
+        Ok(cuda_path)
+    }
+
+    /// Returns the call as [`plan`](Self::plan) does, whether or not the kernels have failed a check.
+    fn unchecked(call: &Call, wanted: RequestedResults) -> std::result::Result<Self, String> {
         if wanted.weights {
             return Err("the CUDA kernels do not return attention weights".into());
         }

@@ -1,6 +1,8 @@
 //! Linear layers whose weights are codes on CUDA. Few rows are multiplied with the codes as they are. Many rows are
 //! multiplied by Candle with the numbers of the weight, a panel of outputs at a time.
 
+mod first_use;
+
 use std::ops::Range;
 
 use candle_attention_cuda::{
@@ -8,9 +10,12 @@ use candle_attention_cuda::{
 };
 use candle_core::{DType, Device, Result, Tensor};
 
+pub(crate) use first_use::CODES_CASE;
+
 use super::cuda::{CudaRows, FewRows, RowsEpilogue, RowsKernel, is_constant};
 use super::matrix::contiguous;
 use super::{OP, PackedLinear, Weight};
+use crate::base::first_use::KERNEL_DTYPES;
 use crate::base::{CodeValues, Dim, Expect, Float8, GroupNumbers, QuantizedWeight, check_memory, copied_to, record};
 use candle_attention_kernels::linear::WeightShape;
 
@@ -56,7 +61,13 @@ impl PackedLinear {
     /// Returns whether products on a device read the codes of quantised weights: on a CPU, and on CUDA where kernels
     /// are available.
     pub fn multiplies_codes_on(device: &Device) -> bool {
-        device.is_cpu() || device.is_cuda() && is_available(device).is_ok()
+        device.is_cpu() || device.is_cuda() && Self::has_kernels_of_codes(device)
+    }
+
+    /// Returns whether a device has kernels that read codes, and they passed their check if nobody has run them there.
+    /// Layers of codes are checked for all dtypes, since the inputs are not known when a weight is loaded.
+    fn has_kernels_of_codes(device: &Device) -> bool {
+        is_available(device).is_ok() && KERNEL_DTYPES.into_iter().all(|dtype| CODES_CASE.check(device, dtype).is_ok())
     }
 
     /// Stores the codes of a weight on a device whose kernels read them.

@@ -1,5 +1,6 @@
 //! Linear layers of codes on the CUDA kernels, which the emulator runs on tensors of the CPU.
 
+use candle_attention_cuda::{NewDevice, SourceFault, on_new_device};
 use candle_core::Var;
 use candle_nn::Activation as Function;
 use half::{bf16, f16};
@@ -289,5 +290,25 @@ fn cuda_codes_of_float8_that_are_not_finite_stay_so() -> Result<()> {
             assert!(number == expected || number.is_nan() && expected.is_nan(), "{code}: {number}, {expected}");
         }
     }
+    Ok(())
+}
+
+/// Pairs of groups with the zeros and scales of the first.
+const WRONG_GROUPS: SourceFault = SourceFault {
+    file: "code_numbers.cuh",
+    text: "const i64 at = row * groups + group;",
+    replacement: "const i64 at = row * groups + group / 2 * 2;",
+};
+
+#[test]
+fn wrong_kernel_of_codes_at_first_use_leaves_weights_dequantized() -> Result<()> {
+    if let Err(reason) = is_available(&Device::Cpu) {
+        println!("skipped: {reason}");
+        return Ok(());
+    }
+    let folder = tempfile::tempdir()?;
+    let wrong = NewDevice::new("a device with wrong groups", folder.path()).with_fault(WRONG_GROUPS);
+    assert!(!on_new_device(&wrong, || PackedLinear::has_kernels_of_codes(&Device::Cpu)));
+    assert!(PackedLinear::has_kernels_of_codes(&Device::Cpu), "where the kernels have been run");
     Ok(())
 }

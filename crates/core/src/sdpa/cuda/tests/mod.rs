@@ -5,6 +5,7 @@
 
 mod caches;
 mod dropout;
+mod first_use;
 mod isolation;
 mod large_biases;
 mod masks;

@@ -2,8 +2,14 @@
 
 /// Computes the 128-bit FNV-1a hash of bytes (Fowler, Noll and Vo). Texts are hashed with their lengths, so that no two
 /// lists of texts are equal for the hash.
-pub(crate) struct Fnv {
+pub struct Fnv {
     state: u128,
+}
+
+impl Default for Fnv {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 impl Fnv {

@@ -1,16 +1,15 @@
-//! Failures to get the compiler or a compiled program, and the time at which another try is made.
+//! Failures to get a compiler, a compiled program or the result of a check, and the time of another try.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
-
-use crate::unsupported::Unsupported;
 
 /// The time after which something that failed is tried again. A model asks for every layer and token.
 const PAUSE: Duration = Duration::from_secs(10);
 
 /// The reason of a failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Failure {
+pub struct Failure {
+    /// A sentence without a full stop.
     pub reason: String,
     /// Whether every later try would fail as well. Memory may be free later, and a file may be there.
     pub is_lasting: bool,
@@ -23,23 +22,18 @@ impl Failure {
     }
 
     /// Makes a failure that may pass.
-    #[cfg(any(feature = "cuda", test))]
     pub fn passing(reason: impl Into<String>) -> Self {
         Self { reason: reason.into(), is_lasting: false }
     }
 }
 
-impl From<Failure> for Unsupported {
-    fn from(failure: Failure) -> Self {
-        Self::new(failure.reason)
-    }
-}
-
 /// A value that is made when it is first needed. A lasting failure is kept, and another one is kept for a while.
-pub(crate) struct Attempt<T> {
+#[derive(Debug)]
+pub struct Attempt<T> {
     state: Mutex<State<T>>,
 }
 
+#[derive(Debug)]
 enum State<T> {
     Untried,
     Made(T),
@@ -78,7 +72,6 @@ impl<T: Clone> Attempt<T> {
     }
 
     /// Returns the failure that the next call would return without another try.
-    #[cfg(any(feature = "cuda", feature = "emulator"))]
     pub fn known_failure(&self) -> Option<Failure> {
         // A value that another thread is making has not failed.
         match &*self.state.try_lock().ok()? {
