@@ -5,8 +5,8 @@
 //! the rest, which notices damage. A file is written under a temporary name and renamed, so that other processes read
 //! all of it or nothing. A fault of the folder or of a file costs the time to make the file again, and nothing else.
 //!
-//! The driver runs what a compiled kernel contains. So the folder and its files are read only if nobody but the user can
-//! write them: the module [`private_files`](crate::private_files) checks it.
+//! The driver runs what a compiled kernel contains. So the folder and its files are read only if nobody but the user
+//! can write them: the module [`private_files`](crate::private_files) checks it.
 
 use std::ffi::OsString;
 use std::io::{self, Write};

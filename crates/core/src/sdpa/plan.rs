@@ -22,11 +22,20 @@ pub struct Plan {
     pub backend: Backend,
     /// The reason for the backend, in one sentence.
     pub reason: String,
+    /// The bytes of device memory that the CUDA kernels of the call allocate besides results: in the forward pass, or
+    /// in the backward pass if an input is tracked for gradients and that needs more. `None` for other paths.
+    pub scratch_bytes: Option<usize>,
 }
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}: {}", self.backend, self.reason)
+    }
+}
+
+impl Plan {
+    fn fused(reason: String) -> Self {
+        Self { backend: Backend::Fused, reason, scratch_bytes: None }
     }
 }
 
@@ -96,16 +105,15 @@ impl Choice {
     /// Returns the choice in the form that callers read.
     pub(super) fn plan(self) -> Plan {
         match self {
-            Self::Reference { reason } => Plan { backend: Backend::Reference, reason },
-            Self::Cpu(instruction_set) => {
-                Plan { backend: Backend::Fused, reason: format!("the CPU kernel, {instruction_set}") }
+            Self::Reference { reason } => Plan { backend: Backend::Reference, reason, scratch_bytes: None },
+            Self::Cpu(instruction_set) => Plan::fused(format!("the CPU kernel, {instruction_set}")),
+            Self::Listed(instruction_set) => {
+                Plan::fused(format!("the CPU kernel over the listed keys, {instruction_set}"))
             }
-            Self::Listed(instruction_set) => Plan {
-                backend: Backend::Fused,
-                reason: format!("the CPU kernel over the listed keys, {instruction_set}"),
-            },
-            Self::Cuda(cuda_path) => Plan { backend: Backend::Fused, reason: cuda_path.to_string() },
-            Self::Metal(metal_call) => Plan { backend: Backend::Fused, reason: metal_call.to_string() },
+            Self::Cuda(cuda_path) => {
+                Plan { scratch_bytes: cuda_path.scratch_bytes(), ..Plan::fused(cuda_path.to_string()) }
+            }
+            Self::Metal(metal_call) => Plan::fused(metal_call.to_string()),
         }
     }
 }

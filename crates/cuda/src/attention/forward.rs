@@ -74,6 +74,19 @@ impl CudaAttention {
 }
 
 impl CudaAttention {
+    /// Returns the bytes of device memory that a forward pass needs besides its results: the parts of keys that are
+    /// split over blocks.
+    ///
+    /// # Errors
+    /// If no kernel runs the call.
+    pub fn forward_scratch_bytes(&self) -> std::result::Result<usize, Unsupported> {
+        let device = KernelDevice::of(self.call.q.device())?;
+        Ok(match self.forward_choice(&self.sizes, &device.limits())? {
+            ForwardChoice::Decode { splits, .. } if splits > 1 => DecodeParts::entries(&self.sizes, splits) * 4,
+            ForwardChoice::Decode { .. } | ForwardChoice::Forward(_) => 0,
+        })
+    }
+
     /// Returns the program of the forward pass, into a new output.
     pub(super) fn forward_program(
         &self,
@@ -107,6 +120,11 @@ impl DecodeParts {
         let rows = splits * sizes.rows();
         let outputs = device.uninitialized(DType::F32, rows * sizes.value_dim)?;
         Ok(Self { outputs, statistics: device.uninitialized(DType::F32, rows * 2)? })
+    }
+
+    /// Returns the number of floats.
+    fn entries(sizes: &CallSizes, splits: usize) -> usize {
+        splits * sizes.rows() * (sizes.value_dim + 2)
     }
 }
 

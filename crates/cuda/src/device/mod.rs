@@ -14,6 +14,8 @@ mod operands;
 #[cfg(any(feature = "cuda", feature = "emulator"))]
 mod programs;
 
+use std::cell::Cell;
+
 use candle_attention_device::switches::FIRST_USE_CHECKS;
 use candle_core::{DType, Device};
 
@@ -42,6 +44,21 @@ pub fn first_use(device: &Device) -> Option<DeviceChecks> {
         _ => None,
     };
     checks.filter(|_| FIRST_USE_CHECKS.is_on())
+}
+
+thread_local! {
+    static ALLOCATED_BYTES: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Returns the bytes that calls of the current thread have allocated on the emulator, of results and of scratch.
+#[cfg(feature = "emulator")]
+pub fn emulator_bytes_of_thread() -> usize {
+    ALLOCATED_BYTES.get()
+}
+
+/// Counts an allocation on the emulator.
+fn count_allocation(dtype: DType, count: usize) {
+    ALLOCATED_BYTES.set(ALLOCATED_BYTES.get() + count * dtype.size_in_bytes());
 }
 
 /// A device that runs kernels.
@@ -114,7 +131,10 @@ impl KernelDevice {
     /// Allocates memory whose content is undefined.
     pub fn uninitialized(&self, dtype: DType, count: usize) -> candle_core::Result<DeviceBuffer> {
         match self {
-            Self::Emulator => buffer::poisoned(dtype, count),
+            Self::Emulator => {
+                count_allocation(dtype, count);
+                buffer::poisoned(dtype, count)
+            }
             #[cfg(feature = "cuda")]
             Self::Cuda(runner) => runner.uninitialized(dtype, count),
         }
@@ -123,7 +143,10 @@ impl KernelDevice {
     /// Allocates zeros.
     pub fn zeros(&self, dtype: DType, count: usize) -> candle_core::Result<DeviceBuffer> {
         match self {
-            Self::Emulator => buffer::zeros(dtype, count),
+            Self::Emulator => {
+                count_allocation(dtype, count);
+                buffer::zeros(dtype, count)
+            }
             #[cfg(feature = "cuda")]
             Self::Cuda(runner) => runner.zeros(dtype, count),
         }

@@ -2,7 +2,7 @@
 
 use candle_attention_cuda::{
     AttentionDims, BackwardInputs, BackwardKernel, BoundedKeys, CudaAttention, CudaCall, ForwardKernel, OutputLayout,
-    PerInput, RequestedGradients, RequestedResults, ScoreModifiers, Unsupported,
+    PerInput, RequestedGradients, RequestedResults, ScoreModifiers, Unsupported, emulator_bytes_of_thread,
 };
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Tensor};
@@ -110,11 +110,17 @@ pub struct Forward {
 
 /// Runs a forward pass and checks its results.
 pub fn check_forward(call: &CudaCall) -> Result<Forward> {
-    let found = kernels(call)?.forward(RequestedResults {
+    let attention = kernels(call)?;
+    let allocated_before = emulator_bytes_of_thread();
+    let found = attention.forward(RequestedResults {
         log_sum_exp: true,
         softmax_stats: true,
         ..RequestedResults::default()
     })?;
+    let allocated = emulator_bytes_of_thread() - allocated_before;
+    let results = found.output_shape.elem_count() * call.q.dtype().size_in_bytes()
+        + (found.log_sum_exp_shape.elem_count() + found.softmax_stats_shape.elem_count()) * size_of::<f32>();
+    assert_eq!(allocated, results + attention.forward_scratch_bytes()?, "the bytes of the forward pass");
     let output = Tensor::from_storage(found.output, found.output_shape, BackpropOp::none(), false);
     let log_sum_exp = found.log_sum_exp.expect("a log-sum-exp");
     let log_sum_exp = Tensor::from_storage(log_sum_exp, found.log_sum_exp_shape, BackpropOp::none(), false);
@@ -128,6 +134,11 @@ pub fn check_forward(call: &CudaCall) -> Result<Forward> {
     let stats = found.softmax_stats.expect("statistics");
     let softmax_stats = Tensor::from_storage(stats, found.softmax_stats_shape, BackpropOp::none(), false);
     Ok(Forward { output, softmax_stats })
+}
+
+/// Returns the bytes of gradients that are computed in a dtype.
+fn bytes<const N: usize>(gradients: [&Option<Tensor>; N], dtype: DType) -> usize {
+    gradients.into_iter().flatten().map(|gradient| gradient.elem_count() * dtype.size_in_bytes()).sum()
 }
 
 /// The gradients of everything.
@@ -148,7 +159,9 @@ pub fn check_backward(call: &CudaCall) -> Result<PerInput<Option<Tensor>>> {
         output_gradient: &output_gradient,
         log_sum_exp_gradient: Some(&log_sum_exp_gradient),
     };
+    let allocated_before = emulator_bytes_of_thread();
     let found = kernels(call)?.backward(&inputs, ALL)?;
+    let allocated = emulator_bytes_of_thread() - allocated_before;
     let loss =
         Loss { output_gradient: Rows::of(&output_gradient)?, log_sum_exp_gradient: Rows::of(&log_sum_exp_gradient)? };
     let expected = reference::backward(call, &loss)?;
@@ -168,5 +181,9 @@ pub fn check_backward(call: &CudaCall) -> Result<PerInput<Option<Tensor>>> {
             assert_close(name, gradient, reference, largest_error)?;
         }
     }
+    let of_dtype = [&found.q, &found.k, &found.v];
+    let of_floats = [&found.bias, &found.relative_bias, &found.alibi_slopes, &found.sinks];
+    let gradients = bytes(of_dtype, call.q.dtype()) + bytes(of_floats, DType::F32);
+    assert_eq!(allocated, gradients + kernels(call)?.backward_scratch_bytes(ALL)?, "the bytes of the backward pass");
     Ok(found)
 }

@@ -87,6 +87,17 @@ impl CudaPath {
         Ok(cuda_path)
     }
 
+    /// Returns the most bytes that the forward pass, and the backward pass of inputs that are tracked for gradients,
+    /// allocate besides results.
+    pub fn scratch_bytes(&self) -> Option<usize> {
+        let forward = self.attention.forward_scratch_bytes().ok()?;
+        if !self.tracks_gradients() {
+            return Some(forward);
+        }
+        let backward = self.attention.backward_scratch_bytes(self.requested_gradients()).ok()?;
+        Some(forward.max(backward))
+    }
+
     /// Returns the requested results.
     pub fn attend(mut self, wanted: RequestedResults) -> Result<Attended> {
         self.draw_missing_seed()?;

@@ -18,6 +18,55 @@ pub(super) struct BiasGradient {
     pub is_broadcast: bool,
 }
 
+/// The entries, of 4 bytes each, of the memory that a backward pass needs besides the gradients.
+#[derive(Debug, Clone, Copy)]
+struct ScratchSizes {
+    delta: usize,
+    query_intervals: usize,
+    tile_intervals: usize,
+    query_sums: Option<usize>,
+    query_turns: Option<usize>,
+    slope_parts: Option<usize>,
+    relative_bias_parts: Option<usize>,
+    /// The gradients of scores, if the gradient of a broadcast bias is their sum.
+    scores: Option<usize>,
+}
+
+impl ScratchSizes {
+    fn of(plan: &BackwardPlan) -> Self {
+        let &CallSizes { batch, sequences, heads, queries, keys, .. } = &plan.sizes;
+        let rows = plan.sizes.rows();
+        let gradients = plan.specialization.gradients;
+        let tiles = sequences * heads * plan.query_tiles();
+        let sums = plan.tile.keys.queries * plan.specialization.head_columns();
+        let key_parts = sequences * heads * plan.key_blocks() * plan.tile.keys.warps;
+        let is_fused = plan.tile.is_fused();
+        let sums_scores = plan.bias.is_some_and(|bias| bias.is_broadcast);
+        Self {
+            delta: rows,
+            query_intervals: batch * queries * 2,
+            tile_intervals: sequences * plan.query_tiles() * 4,
+            query_sums: is_fused.then_some(tiles * sums),
+            query_turns: is_fused.then_some(tiles),
+            slope_parts: gradients.slopes.then_some(key_parts),
+            relative_bias_parts: gradients.relative_bias.then(|| plan.pairs_of_launch() * plan.parts_of_pair()),
+            scores: sums_scores.then_some(rows * keys),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        let &Self { delta, query_intervals, tile_intervals, .. } = self;
+        let optional = [self.query_sums, self.query_turns, self.slope_parts, self.relative_bias_parts, self.scores];
+        let entries = delta + query_intervals + tile_intervals + optional.into_iter().flatten().sum::<usize>();
+        entries * size_of::<f32>()
+    }
+}
+
+/// Returns the bytes that a backward pass needs besides the gradients.
+pub(super) fn scratch_bytes(plan: &BackwardPlan) -> usize {
+    ScratchSizes::of(plan).bytes()
+}
+
 /// The memory of a backward pass.
 pub(super) struct BackwardMemory {
     pub q: DeviceBuffer,
@@ -44,21 +93,25 @@ fn allocate_if(is_needed: bool, allocate: impl FnOnce() -> Result<DeviceBuffer>)
     if is_needed { Ok(Some(allocate()?)) } else { Ok(None) }
 }
 
+/// Allocates memory of a number of entries, if there is one.
+fn allocate_some(
+    entries: Option<usize>,
+    allocate: impl FnOnce(usize) -> Result<DeviceBuffer>,
+) -> Result<Option<DeviceBuffer>> {
+    entries.map(allocate).transpose()
+}
+
 impl BackwardMemory {
     pub fn new(device: &KernelDevice, plan: &BackwardPlan) -> Result<Self> {
-        let &CallSizes { batch, sequences, heads, key_heads, queries, keys, head_dim, value_dim, element, .. } =
-            &plan.sizes;
+        let &CallSizes { batch, heads, key_heads, keys, head_dim, value_dim, element, .. } = &plan.sizes;
+        let scratch = ScratchSizes::of(plan);
         let rows = plan.sizes.rows();
         let gradients = plan.specialization.gradients;
         let elements = |count| device.uninitialized(element.dtype(), count);
         let floats = |count| device.uninitialized(DType::F32, count);
         let zeros = |count| device.zeros(DType::F32, count);
         let integers = |count| device.uninitialized(DType::I32, count);
-        let tiles = sequences * heads * plan.query_tiles();
-        let key_parts = sequences * heads * plan.key_blocks();
         let distances = plan.sizes.distances();
-        let is_fused = plan.tile.is_fused();
-        let sums = plan.tile.keys.queries * plan.specialization.head_columns();
         let bias = match plan.bias {
             Some(bias) if bias.is_broadcast => Some(floats(bias.batch * bias.heads * bias.queries * bias.keys)?),
             _ => None,
@@ -74,15 +127,13 @@ impl BackwardMemory {
             relative_bias: allocate_if(gradients.relative_bias, || {
                 zeros(plan.relative_bias_sequences() * heads * distances)
             })?,
-            delta: floats(rows)?,
-            query_intervals: integers(batch * queries * 2)?,
-            tile_intervals: integers(sequences * plan.query_tiles() * 4)?,
-            query_sums: allocate_if(is_fused, || floats(tiles * sums))?,
-            query_turns: allocate_if(is_fused, || integers(tiles))?,
-            slope_parts: allocate_if(gradients.slopes, || zeros(key_parts * plan.tile.keys.warps))?,
-            relative_bias_parts: allocate_if(gradients.relative_bias, || {
-                zeros(plan.pairs_of_launch() * plan.parts_of_pair())
-            })?,
+            delta: floats(scratch.delta)?,
+            query_intervals: integers(scratch.query_intervals)?,
+            tile_intervals: integers(scratch.tile_intervals)?,
+            query_sums: allocate_some(scratch.query_sums, floats)?,
+            query_turns: allocate_some(scratch.query_turns, integers)?,
+            slope_parts: allocate_some(scratch.slope_parts, zeros)?,
+            relative_bias_parts: allocate_some(scratch.relative_bias_parts, zeros)?,
         })
     }
 

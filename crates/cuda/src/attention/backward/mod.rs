@@ -18,7 +18,7 @@ use crate::program::Program;
 use crate::specialization::Specialization;
 use crate::tiles::BackwardTile;
 use crate::unsupported::Unsupported;
-use memory::{BackwardMemory, BiasGradient};
+use memory::{BackwardMemory, BiasGradient, scratch_bytes};
 
 /// The most bytes for the sums of blocks, of which the gradient of a relative bias is the sum, unless one sequence and
 /// one key head need more.
@@ -104,11 +104,9 @@ impl CudaAttention {
     pub fn backward(&self, inputs: &BackwardInputs, wanted: RequestedGradients) -> Result<PerInput<Option<Tensor>>> {
         let device = KernelDevice::of(self.call.q.device())?;
         let sizes = self.sizes;
-        let plan = self.backward_plan(sizes, wanted, &device.limits())?;
+        let plan = self.backward_plan_on(&device, wanted)?;
         let BackwardPlan { specialization, tile, .. } = plan;
         self.check_inputs(inputs, &sizes)?;
-        let most_part_bytes = if device.is_emulator() { MOST_PART_BYTES_OF_EMULATOR } else { plan.most_part_bytes };
-        let plan = BackwardPlan { most_part_bytes, ..plan };
         let mut memory = BackwardMemory::new(&device, &plan)?;
 
         let locks = TensorLocks::default();
@@ -142,6 +140,26 @@ impl CudaAttention {
         let plan = self.backward_plan(self.sizes, wanted, &device.limits())?;
         device.load(&self.backward_program(&device, &plan)?)?;
         Ok(())
+    }
+
+    /// Returns the bytes of device memory that a backward pass needs besides the gradients.
+    ///
+    /// # Errors
+    /// If no kernel computes it.
+    pub fn backward_scratch_bytes(&self, wanted: RequestedGradients) -> std::result::Result<usize, Unsupported> {
+        let device = KernelDevice::of(self.call.q.device())?;
+        Ok(scratch_bytes(&self.backward_plan_on(&device, wanted)?))
+    }
+
+    /// Returns the backward pass on a device, with its limit on the sums of blocks.
+    fn backward_plan_on(
+        &self,
+        device: &KernelDevice,
+        wanted: RequestedGradients,
+    ) -> std::result::Result<BackwardPlan, Unsupported> {
+        let plan = self.backward_plan(self.sizes, wanted, &device.limits())?;
+        let most_part_bytes = if device.is_emulator() { MOST_PART_BYTES_OF_EMULATOR } else { plan.most_part_bytes };
+        Ok(BackwardPlan { most_part_bytes, ..plan })
     }
 
     /// Returns the program of a backward pass, for a gradient of the output with the strides of a new tensor.

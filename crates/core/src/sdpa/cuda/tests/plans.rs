@@ -56,6 +56,32 @@ fn cuda_plan_names_the_kernel_or_the_reason() -> Result<()> {
     Ok(())
 }
 
+/// Returns the scratch memory of a causal call of two heads of 64.
+fn scratch_bytes(t_q: usize, t_kv: usize, is_tracked: bool) -> Result<Option<usize>> {
+    let rows = |t: usize| Tensor::zeros((1, 2, t, 64), DType::BF16, &Device::Cpu);
+    let (q, kv) = (rows(t_q)?, rows(t_kv)?);
+    let q = if is_tracked { Var::from_tensor(&q)?.into_inner() } else { q };
+    let options = SdpaOptions::default();
+    let call = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, None, &AttentionMask::causal(), &options)?;
+    let cuda_path = CudaPath::plan(&call, RequestedResults::default()).map_err(candle_core::Error::msg)?;
+    Ok(Choice::Cuda(Box::new(cuda_path)).plan().scratch_bytes)
+}
+
+#[test]
+fn cuda_plan_reports_scratch_memory_of_forward_and_backward_passes() -> Result<()> {
+    if !emulator_runs() {
+        return Ok(());
+    }
+    assert_eq!(scratch_bytes(500, 500, false)?, Some(0));
+    // Parts of one query for each of two heads: an output of 64 floats and two numbers.
+    let of_parts = scratch_bytes(1, 4096, false)?.expect("a number");
+    assert!(of_parts > 0 && of_parts.is_multiple_of(2 * (64 + 2) * 4), "{of_parts}");
+    // At least delta and the intervals of queries, and less than a matrix of scores of 4,096 by 4,096.
+    let of_gradients = scratch_bytes(4096, 4096, true)?.expect("a number");
+    assert!((4096 * 2 * 4 + 4096 * 2 * 4..2 * 4096 * 4096).contains(&of_gradients), "{of_gradients}");
+    Ok(())
+}
+
 /// Checks that a call whose kernels do not load has the output and the gradients of the reference path.
 #[test]
 fn call_whose_cuda_kernels_do_not_compile_matches_reference() -> Result<()> {
