@@ -21,9 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Folders of the repository, and what a command of a document writes there.
+# Folders of the repository, and what a command or the reader of a document writes there.
 FOLDERS = r"(?:\.ci|\.github|benches|ci|crates|docs|examples|fuzz|models|src|tests)/"
-WRITTEN = ("fuzz/corpus", "tests/page/views")
+WRITTEN = ("fuzz/corpus", "tests/page/views", "src/main.rs", "src/bin/weights.rs")
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 

@@ -65,9 +65,6 @@ fence src/main.rs >src/main.rs
 compile attend_main src/main.rs
 run attend_main src/main.rs
 
-# The crate that README.md names in its text.
-added=$(grep -o '`cargo add [a-z_]*`' "$repository/README.md" | tr -d '`')
-eval "$added" 2>"$folder/cargo.log" || { cat "$folder/cargo.log" >&2; exit 1; }
 mkdir src/bin
 fence src/bin/weights.rs >src/bin/weights.rs
 cp "$repository/models/torch_mha/model.safetensors" attention.safetensors

@@ -22,7 +22,7 @@
 //! | use attention in a model | [`MultiHeadAttention`], [`MultiHeadAttentionConfig`], [`AttentionInput`] |
 //! | call the function without a layer | [`scaled_dot_product_attention`], [`SdpaOptions`]; [`plan()`] tells which implementation runs |
 //! | use linear attention | [`GatedDeltaNet`], [`DeltaCache`], and the function [`gated_delta_rule`] |
-//! | mask keys | [`AttentionMask`]: causal, lengths, windows, prefixes, tensors |
+//! | mask keys | [`AttentionMask`]: causal, lengths, windows, prefixes, key lists, tensors |
 //! | decode token by token | [`AttentionCache`] |
 //! | load weights exported from PyTorch | [`weights::open`], [`WeightLayout`], [`hf`], [`gguf`] |
 //! | load, train, merge and save LoRA adapters of PEFT; several in one batch | [`peft`] |

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use candle_attention::QuantizationFormat;
 use clap::{ArgGroup, Parser};
 
-use crate::common::{ModelArgs, quantization};
+use crate::common::{ModelArgs, count, quantization};
 
 /// Generates text with a decoder: Llama, Gemma, DeepSeek, GPT-OSS, Qwen3.5, Falcon and others.
 ///
@@ -61,17 +61,17 @@ pub struct Args {
 
     /// The number of tokens that each token attends to: the sink tokens and the last ones. Caches drop the others, and
     /// count positions among those that are left
-    #[arg(long, value_name = "N", requires = "sink_tokens")]
+    #[arg(long, value_name = "N", requires = "sink_tokens", value_parser = count)]
     pub window: Option<NonZeroUsize>,
 
     /// The number of first tokens that caches never drop (StreamingLLM), a part of --window. The text may become longer
     /// than those that the model was trained for
-    #[arg(long, value_name = "N", requires = "window")]
+    #[arg(long, value_name = "N", requires = "window", value_parser = count)]
     pub sink_tokens: Option<NonZeroUsize>,
 
     /// The prompt tokens that go through the model at a time; more if its rotary frequencies depend on the length of a
     /// call
-    #[arg(long, value_name = "N", default_value = "2048")]
+    #[arg(long, value_name = "N", default_value = "2048", value_parser = count)]
     pub chunk: NonZeroUsize,
 }
 

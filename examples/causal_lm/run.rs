@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::args::Args;
 use crate::common::page::{PageOfLayers, texts};
-use crate::common::{cannot, make_folders, with_bar};
+use crate::common::{cannot, counted, make_folders, with_bar};
 use crate::files::{Files, continuation};
 use crate::generate::{Batch, PaddedIds, generate};
 use crate::model::CausalLm;
@@ -91,10 +91,10 @@ fn answer(
     let count = |rows: &[Vec<u32>]| rows.iter().map(Vec::len).sum::<usize>();
     let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
     Ok(format!(
-        "prompt: {} tokens, {:.1} tokens/s; generation: {} tokens, {:.1} tokens/s; cache: {:.1} MiB",
-        count(prompts),
+        "prompt: {}, {:.1} tokens/s; generation: {}, {:.1} tokens/s; cache: {:.1} MiB",
+        counted(count(prompts), "token"),
         rate(count(prompts), times.prompt),
-        count(&made),
+        counted(count(&made), "token"),
         // The first token comes with the prompt.
         rate(count(&made).saturating_sub(prompts.len()), times.tokens),
         batch.memory() as f64 / f64::from(1 << 20)

@@ -4,6 +4,7 @@
 mod logger;
 
 use std::fmt::Display;
+use std::io::ErrorKind;
 use std::process::{ExitCode, Termination};
 
 use candle_core::{Error, Result};
@@ -28,10 +29,21 @@ pub fn main<A: Parser, T: Termination>(run: impl FnOnce(A) -> Result<T>) -> Exit
     logger::print_warnings();
     match run(args) {
         Ok(done) => done.report(),
+        // A reader that has seen enough (`| head`).
+        Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {}", one_line(&error));
             ExitCode::from(1)
         }
+    }
+}
+
+/// Returns whether an error is that of writing to a program that no longer reads.
+fn is_closed_pipe(error: &Error) -> bool {
+    match error {
+        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } => is_closed_pipe(inner),
+        Error::Io(error) => error.kind() == ErrorKind::BrokenPipe,
+        _ => false,
     }
 }
 

@@ -7,7 +7,9 @@ pub mod page;
 pub use command_line::*;
 
 use std::fmt::Display;
+use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Write};
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use candle_attention::QuantizationFormat;
@@ -158,11 +160,11 @@ pub fn file_name(extensions: &'static [&'static str]) -> impl TypedValueParser<V
     })
 }
 
-/// Makes the folders of the files that a program will write. A program calls this before its work, since a file that
-/// cannot be written should not cost a run.
+/// Makes the folders of the files that a program will write, and checks that it can write them. A program calls this
+/// before its work, since a file that cannot be written should not cost a run.
 ///
 /// # Errors
-/// If a folder cannot be made, or there is a folder with the name of a file.
+/// If a folder cannot be made, there is a folder with the name of a file, or a file cannot be opened for writing.
 pub fn make_folders(files: &[Option<&PathBuf>]) -> Result<()> {
     for file in files.iter().flatten() {
         if file.is_dir() {
@@ -171,8 +173,32 @@ pub fn make_folders(files: &[Option<&PathBuf>]) -> Result<()> {
         if let Some(folder) = file.parent() {
             std::fs::create_dir_all(folder).map_err(cannot("write", file))?;
         }
+        check_writable(file).map_err(cannot("write", file))?;
     }
     Ok(())
+}
+
+/// Checks that a file can be written. A file that is there stays as it is, and none is left where there was none.
+/// Pipes and devices are not opened, since closing one can end what reads it.
+fn check_writable(file: &Path) -> std::io::Result<()> {
+    if file.is_file() {
+        return OpenOptions::new().append(true).open(file).map(drop);
+    }
+    if file.exists() {
+        return Ok(());
+    }
+    File::create_new(file)?;
+    std::fs::remove_file(file)
+}
+
+/// Reads a number of 1 or more from the command line.
+pub fn count(text: &str) -> std::result::Result<NonZeroUsize, String> {
+    text.parse().map_err(|_| "expected a whole number of 1 or more".to_string())
+}
+
+/// Returns a number with what it counts: "1 head", "2 heads".
+pub fn counted(number: usize, noun: &str) -> String {
+    if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }
 
 /// Returns a function that makes the error of a file operation.

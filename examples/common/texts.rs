@@ -12,7 +12,7 @@ use clap::Args;
 use serde_json::Value;
 
 use crate::common::page::{self, PageOfLayers};
-use crate::common::{EXAMPLE, read_optional, read_text};
+use crate::common::{EXAMPLE, count, counted, read_optional, read_text};
 use crate::model::Encoder;
 
 /// The number of characters of a text that are printed.
@@ -32,7 +32,7 @@ pub struct TextArgs {
     pub file: Option<PathBuf>,
 
     /// The number of texts that go through the model at a time
-    #[arg(long, value_name = "N", default_value = "32")]
+    #[arg(long, value_name = "N", default_value = "32", value_parser = count)]
     pub batch: NonZeroUsize,
 }
 
@@ -130,7 +130,8 @@ pub fn rate(lens: &[usize], time: Duration) -> String {
     let seconds = time.as_secs_f64().max(1e-9);
     let tokens: usize = lens.iter().sum();
     let [texts, tokens_rate] = [lens.len(), tokens].map(|count| count as f64 / seconds);
-    format!("{} texts, {tokens} tokens, {seconds:.3} s: {texts:.1} texts/s, {tokens_rate:.1} tokens/s", lens.len())
+    let counts = [counted(lens.len(), "text"), counted(tokens, "token")].join(", ");
+    format!("{counts}, {seconds:.3} s: {texts:.1} texts/s, {tokens_rate:.1} tokens/s")
 }
 
 /// Returns the beginning of a text, with control characters escaped.

@@ -19,7 +19,7 @@ use candle_core::{Result, Tensor, bail};
 use clap::{ArgGroup, Parser};
 
 use common::page::PageOfLayers;
-use common::{EXAMPLE, Files, ModelArgs, cannot, make_folders, read_json, with_bar};
+use common::{EXAMPLE, Files, ModelArgs, cannot, counted, make_folders, read_json, with_bar};
 use model::{Encoder, Output};
 use picture::{Picture, Preprocessor};
 
@@ -63,11 +63,11 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<String> {
     make_folders(&[args.attention.as_ref(), args.out.as_ref(), args.model.page.as_ref()])?;
+    let original = Picture::open(&args.picture)?;
     let Files { folder, config, vb } = args.model.open(&[PREPROCESSOR])?;
     let preprocessor = Preprocessor::read(&read_json(&folder.join(PREPROCESSOR))?)?;
     let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb, loaded))?;
 
-    let original = Picture::open(&args.picture)?;
     let size = original.size()?;
     let picture = preprocessor.apply(original)?;
     let layers = model.blocks.len();
@@ -100,12 +100,13 @@ fn run(args: &Args) -> Result<String> {
     let percent = |weight: f32| format!("{:.1} %", 100.0 * weight);
     let length = embedding.sqr()?.sum_all()?.sqrt()?.to_scalar::<f32>()?;
     Ok(format!(
-        "model      {}, {layers} layers of width {width}\n\
+        "model      {}, {} of width {width}\n\
          picture    {} x {}, resized to {} x {} in {columns} x {rows} patches\n\
          embedding  ({},) of length {length:.4}\n\
          attention  of the class token in layer {layer}, {of}: {} to patches,\n           \
          most to row {}, column {} ({})\n",
         config["model_type"].as_str().unwrap_or_default(),
+        counted(layers, "layer"),
         size.columns,
         size.rows,
         picture.size()?.columns,

@@ -54,11 +54,11 @@ struct Args {
     pub resume: bool,
 
     /// The most steps of training
-    #[arg(long, value_name = "N", default_value = "3000")]
+    #[arg(long, value_name = "N", default_value = "3000", value_parser = common::count)]
     pub steps: NonZeroUsize,
 
     /// Steps between two checkpoints
-    #[arg(long, value_name = "N", default_value = "50")]
+    #[arg(long, value_name = "N", default_value = "50", value_parser = common::count)]
     pub save_every: NonZeroUsize,
 
     /// Writes a page to explore the attention of every head after training, FILE.html
@@ -78,7 +78,6 @@ fn run(args: &Args) -> Result<()> {
     if saved.exists() && !args.resume {
         bail!("[induction_heads] there is a {}: continue it with --resume, or give another --out", saved.display())
     }
-    common::make_folders(&[args.page.as_ref()])?;
 
     let sentence = tokenizer.encode_batch(&[SENTENCE])?;
     let tokens = &sentence.tokens()[0];
@@ -92,14 +91,14 @@ fn run(args: &Args) -> Result<()> {
     if args.resume {
         training.resume(&saved)?;
     }
-    std::fs::create_dir_all(&args.out).map_err(common::cannot("make", &args.out))?;
+    common::make_folders(&[Some(&saved), args.page.as_ref()])?;
     train(&mut training, args)?;
 
     training.save(&args.out.join("model.safetensors"), false)?;
     tokenizer.save(args.out.join("tokenizer.json"))?;
     let json = serde_json::to_string_pretty(&cfg).map_err(Error::wrap)?;
     std::fs::write(args.out.join("config.json"), json + "\n")?;
-    let after = heat_map(&training.model, &format!("after {} steps", training.next_step()))?;
+    let after = heat_map(&training.model, &format!("after {}", common::counted(training.next_step(), "step")))?;
     common::print(&format!("\n{}\n", after.to_terminal(Heads::All, &TerminalOptions::detect())?))?;
     if let Some(path) = &args.page {
         let mut page = PageOfLayers::new(SENTENCE, tokens, tokens, cfg.num_layers, HEADS)?;
@@ -134,7 +133,7 @@ fn train(training: &mut Training, args: &Args) -> Result<()> {
     bar.finish_and_clear();
     let end =
         if has_formed(&training.history) { "an induction head has formed" } else { "no induction head has formed yet" };
-    common::print(&format!("{end} after {step} steps\n"))
+    common::print(&format!("{end} after {}\n", common::counted(step, "step")))
 }
 
 fn row(measured: &Measurement) -> String {

@@ -31,11 +31,11 @@ use std::time::Instant;
 use candle_attention::QuantizationFormat;
 use candle_attention::text::Encoding;
 use candle_core::{Device, Result, Tensor, bail};
-use clap::Parser;
+use clap::{ArgGroup, Parser};
 use rayon::prelude::*;
 use serde_json::Value;
 
-use common::{EXAMPLE, Files, ModelArgs, cannot, make_folders, quantization, with_bar};
+use common::{EXAMPLE, Files, ModelArgs, cannot, counted, make_folders, quantization, with_bar};
 use embedding::modules;
 use embedding::template::TEMPLATE;
 use head::Head;
@@ -52,7 +52,7 @@ use texts::{TextArgs, in_batches, rate, shown, write_page};
 /// How a question and a passage are put together, prompts and the longest input follow the checkpoint's files. A score
 /// is the model's output before any activation; the probability is its sigmoid.
 #[derive(Debug, Parser)]
-#[command(name = "rerank")]
+#[command(name = "rerank", group = ArgGroup::new("checkpoint").args(["model", "model_id"]).required(true))]
 struct Args {
     /// The question
     #[arg(value_name = "QUESTION")]
@@ -65,7 +65,7 @@ struct Args {
     model: ModelArgs,
 
     /// The number of passages to show, the best first [default: all]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = common::count)]
     top: Option<NonZeroUsize>,
 
     /// The checkpoint's prompt of this name: an instruction in a chat template, else a text before the question
@@ -131,8 +131,11 @@ impl Ranking {
     /// Makes a ranking; `lines` are about the head, the template and the prompt.
     fn new(scores: Vec<f32>, model: &Encoder, config: &Value, lines: &[(&str, Option<String>)], cut: String) -> Self {
         let model_type = config["model_type"].as_str().unwrap_or_default();
-        let mut about =
-            format!("model     {model_type}, {} layers of width {}\n", model.blocks.len(), model.blocks.width);
+        let mut about = format!(
+            "model     {model_type}, {} of width {}\n",
+            counted(model.blocks.len(), "layer"),
+            model.blocks.width
+        );
         for (name, line) in lines {
             if let Some(line) = line {
                 about += &format!("{name:<8}  {line}\n");

@@ -25,10 +25,10 @@ use std::time::Instant;
 use candle_attention::QuantizationFormat;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::VarBuilder;
-use clap::Parser;
+use clap::{ArgGroup, Parser};
 
 use chat::ChatTexts;
-use common::{EXAMPLE, Files, ModelArgs, cannot, make_folders, quantization, read_json, with_bar};
+use common::{EXAMPLE, Files, ModelArgs, cannot, counted, make_folders, quantization, read_json, with_bar};
 use embed::{Embedder, Embeddings, Sentences};
 use embedding::layers::normalized;
 use embedding::modules;
@@ -48,7 +48,7 @@ const TABLE: usize = 12;
 /// Pooling, the layers after it, prompts and the longest input follow the checkpoint's sentence-transformers files
 /// (modules.json and the files that it names). Without these files, the embedding is the normalised mean over tokens.
 #[derive(Debug, Parser)]
-#[command(name = "sentence_embedding")]
+#[command(name = "sentence_embedding", group = ArgGroup::new("checkpoint").args(["model", "model_id"]).required(true))]
 struct Args {
     #[command(flatten)]
     sentences: TextArgs,
@@ -137,7 +137,7 @@ fn run(args: &Args) -> Result<String> {
         write_page(&model, &tokenizer, &sentences[0], &embedder.sentences.encode(&sentences[0])?, path)?;
     }
 
-    let layers = model.blocks.len();
+    let layers = counted(model.blocks.len(), "layer");
     let width = model.blocks.width;
     let shortest = lens.iter().min().unwrap_or(&0);
     let longest = lens.iter().max().unwrap_or(&0);
@@ -145,7 +145,7 @@ fn run(args: &Args) -> Result<String> {
     let after = embedder.sentences.shown_prompt();
     let model_type = config["model_type"].as_str().unwrap_or_default();
     Ok(format!(
-        "model       {model_type}, {layers} layers of width {width}{}\n\
+        "model       {model_type}, {layers} of width {width}{}\n\
          pooling     {} ({})\n\
          sentences   {} of {shortest} to {longest} tokens{most}{after}\n\
          embeddings  {:?} f32\n\n{}",

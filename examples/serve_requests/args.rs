@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use candle_attention::QuantizationFormat;
 use clap::{ArgGroup, Parser};
 
-use crate::common::{ModelArgs, quantization};
+use crate::common::{ModelArgs, count, quantization};
 use crate::scheduler::Limits;
 
 /// Serves requests with a decoder by continuous batching: they come and go at every step, share the pages of equal
@@ -29,23 +29,23 @@ pub struct Args {
     pub requests: PathBuf,
 
     /// The most tokens that go through the model in a step
-    #[arg(long, value_name = "N", default_value = "512")]
+    #[arg(long, value_name = "N", default_value = "512", value_parser = count)]
     pub token_budget: NonZeroUsize,
 
     /// The most tokens of one prompt in a step
-    #[arg(long, value_name = "N", default_value = "256")]
+    #[arg(long, value_name = "N", default_value = "256", value_parser = count)]
     pub chunk: NonZeroUsize,
 
     /// The most requests that are served at a time; never more than the token budget
-    #[arg(long, value_name = "N", default_value = "64")]
+    #[arg(long, value_name = "N", default_value = "64", value_parser = count)]
     pub batch: NonZeroUsize,
 
     /// The number of pages of the pool of each layer
-    #[arg(long, value_name = "N", default_value = "1024")]
+    #[arg(long, value_name = "N", default_value = "1024", value_parser = count)]
     pub pages: NonZeroUsize,
 
     /// The number of positions of a page, a multiple of 16
-    #[arg(long, value_name = "N", default_value = "16")]
+    #[arg(long, value_name = "N", default_value = "16", value_parser = count)]
     pub page_size: NonZeroUsize,
 
     /// The type of stored keys and values [default: the type of the activations]. q8 stores 8 bits and a scale for each
@@ -70,6 +70,6 @@ impl Args {
 }
 
 fn seconds(text: &str) -> Result<f64, String> {
-    let seconds = text.parse().ok().filter(|&seconds: &f64| seconds > 0.0 && seconds.is_finite());
-    seconds.ok_or_else(|| "expected a number above 0".to_string())
+    let seconds = text.parse().ok().filter(|&seconds: &f64| seconds > 0.0 && seconds <= 1e6);
+    seconds.ok_or_else(|| "expected a number above 0 and up to 1000000".to_string())
 }

@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use crate::common::counted;
 use crate::scheduler::StepReport;
 
 /// The times and counts of a request that was served, in seconds after the start.
@@ -80,10 +81,10 @@ pub fn table(served: &[Served], failed: usize, totals: &Totals, pool: &PoolSize,
         let _ = writeln!(text, "{name:<12}{value}");
     };
     line("requests", format!("{} served, {failed} failed", served.len()));
-    line("prompts", format!("{prompts} tokens, {shared} of them shared ({share:.0} %)"));
-    line("generated", format!("{generated} tokens"));
-    line("preemptions", format!("{}, {again} tokens computed again", totals.preemptions));
-    line("steps", format!("{}, with at most {} tokens", totals.steps, totals.most_tokens));
+    line("prompts", format!("{}, {shared} of them shared ({share:.0} %)", counted(prompts, "token")));
+    line("generated", counted(generated, "token"));
+    line("preemptions", format!("{}, {} computed again", totals.preemptions, counted(again, "token")));
+    line("steps", format!("{}, with at most {}", totals.steps, counted(totals.most_tokens, "token")));
     line(
         "pages",
         format!(

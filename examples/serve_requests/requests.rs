@@ -1,6 +1,5 @@
 //! Requests as lines of JSON.
 
-use std::num::NonZeroUsize;
 use std::path::Path;
 
 use candle_attention::text::SimpleTokenizer;
@@ -19,7 +18,7 @@ struct Line {
     id: Option<String>,
     prompt: Option<String>,
     ids: Option<Vec<u32>>,
-    max_tokens: NonZeroUsize,
+    max_tokens: usize,
     #[serde(default)]
     arrival: f64,
 }
@@ -82,6 +81,10 @@ pub fn read(path: &Path) -> Result<Vec<FileRequest>> {
 
 /// Returns the request of a line, or its mistake.
 fn parse(text: &str, number: usize) -> std::result::Result<FileRequest, String> {
+    // A struct may also be written as a list.
+    if !text.trim_start().starts_with('{') {
+        return Err("expected an object of JSON".to_string());
+    }
     let line: Line = serde_json::from_str(text).map_err(|error| {
         let message = error.to_string();
         // The line in the message is always 1.
@@ -94,9 +97,12 @@ fn parse(text: &str, number: usize) -> std::result::Result<FileRequest, String> 
         (None, Some(ids)) => Prompt::Ids(ids),
         _ => return Err("expected one of \"prompt\" and \"ids\"".to_string()),
     };
+    if line.max_tokens == 0 {
+        return Err("\"max_tokens\" is 0, expected a number of 1 or more".to_string());
+    }
     if !(0.0..=LATEST).contains(&line.arrival) {
         return Err(format!("\"arrival\" is {}, expected a number of seconds from 0 to {LATEST}", line.arrival));
     }
     let name = line.id.unwrap_or_else(|| number.to_string());
-    Ok(FileRequest { name, prompt, max_tokens: line.max_tokens.get(), arrival: line.arrival })
+    Ok(FileRequest { name, prompt, max_tokens: line.max_tokens, arrival: line.arrival })
 }

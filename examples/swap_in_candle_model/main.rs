@@ -12,6 +12,7 @@ mod before;
 mod command_line;
 mod model;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use candle_attention::TorchSeed;
@@ -65,7 +66,11 @@ fn run(args: Args) -> Result<()> {
     let mut before = Model::<before::Attention>::new(&CONFIG, vb.clone())?;
     let mut after = Model::<after::Attention>::new(&CONFIG, vb)?;
 
-    println!("{SEQUENCES} sequences                      positions  largest logit  largest difference  of the largest");
+    let mut out = std::io::stdout();
+    writeln!(
+        out,
+        "{SEQUENCES} sequences                      positions  largest logit  largest difference  of the largest"
+    )?;
     let mut parts = Vec::new();
     for again in ["", ", again after clearing"] {
         let mut position = 0;
@@ -84,18 +89,19 @@ fn run(args: Args) -> Result<()> {
             let difference = largest(differences);
             let part = difference / logit;
             parts.push(part);
-            println!(
+            writeln!(
+                out,
                 "{:<32} {:>9} {logit:>14.3} {difference:>19.1e} {part:>15.1e}",
                 format!("{name}{again}"),
                 calls * positions
-            );
+            )?;
         }
         before.clear_kv_cache();
         after.clear_kv_cache();
     }
     let lines_before = lines_of_code(include_str!("before.rs"));
     let lines_after = lines_of_code(include_str!("after.rs"));
-    println!("lines of attention: {lines_before} before, {lines_after} after");
+    writeln!(out, "lines of attention: {lines_before} before, {lines_after} after")?;
     let gap = largest(parts);
     if gap <= args.tolerance {
         return Ok(());

@@ -9,6 +9,7 @@ use candle_attention::text::Batch;
 use candle_core::{DType, Result, Tensor};
 use unicode_width::UnicodeWidthStr;
 
+use crate::common::counted;
 use crate::common::page::PageOfLayers;
 use crate::source::Source;
 
@@ -37,7 +38,10 @@ impl Report {
         };
         let lines = [
             ("hidden", format!("{:?} {}", hidden.dims3()?, hidden.dtype().as_str())),
-            ("output", format!("{:?}, {} heads of width {}", output.dims3()?, cfg.num_heads(), cfg.head_dim())),
+            (
+                "output",
+                format!("{:?}, {} of width {}", output.dims3()?, counted(cfg.num_heads(), "head"), cfg.head_dim()),
+            ),
             ("", format!("[0, 0, ..] = [{first}..]")),
             ("mask", mask.to_string()),
             ("weights", self.source.weights.clone()),

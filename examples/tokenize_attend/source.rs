@@ -76,7 +76,11 @@ impl Source {
     fn folder(args: &Args, device: &Device) -> Result<Self> {
         let mut model_args = args.model.clone();
         if let Some(folder) = model_args.model.as_mut().filter(|folder| !folder.is_dir()) {
-            *folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("models").join(&folder);
+            let named = Path::new(env!("CARGO_MANIFEST_DIR")).join("models").join(&folder);
+            if !named.is_dir() {
+                bail!("[tokenize_attend] {}: neither a folder nor the name of one in models/", folder.display())
+            }
+            *folder = named;
         }
         let Files { folder, config, vb } = model_args.open(&[])?;
         if config.get("layout").is_some() {
@@ -87,20 +91,27 @@ impl Source {
         }
         let tokenizer = tokenizer(args, Some(&folder))?;
         let mut n = args.layer.unwrap_or(0);
+        let layers;
         let (layer, input): (_, Input) = if let Ok(cfg) = from_value::<AttentionOnlyConfig>(config.clone()) {
             let transformer = AttentionOnly::new(&cfg, vb)?;
-            n = args.layer.unwrap_or(transformer.blocks.len().saturating_sub(1));
+            layers = transformer.blocks.len();
+            n = args.layer.unwrap_or(layers.saturating_sub(1));
             let layer = transformer.blocks.get(n).map(|block| block.attention.clone());
             (layer, Box::new(move |ids, _| transformer.attention_input(ids, n)))
         } else if Encoder::is_one(&config) {
             let encoder = Encoder::load(&config, vb, |_, _| {})?;
+            layers = encoder.blocks.len();
             let layer = encoder.blocks.attention(n).cloned();
             (layer, Box::new(move |ids, padding| encoder.attention_input(ids, padding, n)))
         } else {
             let decoder = CausalLm::load(&config, vb, |_, _| {})?;
+            layers = decoder.blocks.len();
             let layer = decoder.blocks.attention(n).cloned();
             (layer, Box::new(move |ids, padding| decoder.attention_input(ids, padding, n)))
         };
+        if n >= layers {
+            bail!("[tokenize_attend] {} has no layer {n}, expected 0 to {}", folder.display(), layers.saturating_sub(1))
+        }
         let weights = format!("{}, layer {n}", folder.display());
         let layer = layer.with_context(|| format!("[tokenize_attend] no multi-head attention in {weights}"))?;
         Ok(Self { tokenizer, input, layer, weights, embedding: "the model's".into() })

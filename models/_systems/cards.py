@@ -56,7 +56,7 @@ much as PyTorch itself.
 | single heads (Raschka, ch. 3) | `book_self_attention_v1`, `_v2`, `book_causal` | `golden::layers::systems_match_pytorch` |
 | stacks of heads | `book_stack`, `_bias`, `_exercise32`, `short_stack`, `short_stack_raw` | `golden::layers::systems_match_pytorch` |
 | one projection split into heads | `book_mha`, `_bias`, `_unmasked`, `short_mha` | `golden::layers::systems_match_pytorch` |
-| `torch.nn.MultiheadAttention` | `torch_mha`, `_kdim`, `_bias_kv` | `golden::layers::systems_match_pytorch` |
+| `torch.nn.MultiheadAttention` | `torch_mha`, `_kdim`, `_bias_kv`, `_zero_attn` | `golden::layers::systems_match_pytorch` |
 | Dive into Deep Learning | `d2l_mha_100`, `_sizes`, `_sizes_bias`, `d2l_additive`, `d2l_dot_product`, `d2l_masked_softmax`, `d2l_transpose_qkv` | `golden::layers::systems_match_pytorch`, `golden::pieces::d2l_*` |
 | tokenizer, embedding and attention | `frontend_tokenizer`, `_embedding`, `frontend_48`, `frontend_1536` | `tokenizer`, `golden::layers::systems_match_pytorch` |
 | grouped and single key heads | `gqa_48`, `mqa_48` | `golden::layers::systems_match_pytorch` |

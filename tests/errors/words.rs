@@ -229,7 +229,7 @@ pub fn lens(json: &Value) -> Result<ValidLens> {
 }
 
 pub fn mask(of: &Fields) -> Result<AttentionMask> {
-    let [attention_mask, keep, bias] = of.tensors(["attention_mask", "keep", "bias"])?;
+    let [attention_mask, bool_mask, bias] = of.tensors(["attention_mask", "bool_mask", "bias"])?;
     let mask = match (attention_mask, of.get::<Vec<i64>>("offsets")?) {
         (Some(mask), _) => AttentionMask::from_attention_mask(&mask)?,
         (None, Some(offsets)) => AttentionMask::causal_with_offsets(offsets),
@@ -242,7 +242,7 @@ pub fn mask(of: &Fields) -> Result<AttentionMask> {
     let mask = with(mask, of.read("prefix", lens)?, AttentionMask::with_prefix);
     let mask = with(mask, of.get("window")?, AttentionMask::with_window);
     let mask = with(mask, of.get("chunk")?, AttentionMask::with_chunk);
-    let mask = mask.with_bool_mask(keep.as_ref());
+    let mask = mask.with_bool_mask(bool_mask.as_ref());
     let mask = mask.with_bias(bias.as_ref());
     let mask = with(mask, of.is("uniform").then_some(FullyMaskedRows::Uniform), AttentionMask::with_fully_masked_rows);
     Ok(with(mask, of.part("and", self::mask)?, |mask, other| mask.and(&other)))

@@ -14,7 +14,7 @@
 //! ```
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output, Stdio};
 
 use candle_core::{Device, safetensors};
 use rayon::prelude::*;
@@ -44,6 +44,20 @@ fn sessions_of_features_match_reviewed_texts() {
         if runs {
             assert_reviewed(&recorded("examples/sessions/features").join(file).with_extension("txt"));
         }
+    }
+}
+
+/// Runs programs whose output nobody reads, as in `causal_lm .. | head -n 1`.
+#[test]
+fn closed_standard_output_is_no_error() {
+    let tokens = ["--model", "tests/causal_lm/models/llama", "--ids", "5,7,9", "--max-tokens", "5"];
+    for (program, args) in [("causal_lm", &tokens[..]), ("swap_in_candle_model", &[])] {
+        let mut command = process::command(program);
+        let mut child = command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+        drop(child.stdout.take());
+        let Output { status, stderr, .. } = child.wait_with_output().expect("it ends");
+        let said = String::from_utf8_lossy(&stderr);
+        assert!(status.success() && !said.contains("error") && !said.contains("panicked"), "{program}: {said}");
     }
 }
 

@@ -172,7 +172,7 @@ def run_ours(dtype, prompt, threads):
     model = ["--model", gguf_of(dtype)] if dtype.startswith("q") else ["--model", checkpoint(), "--dtype", dtype]
     command = [ROOT / "target/release/examples/causal_lm", *model, "--ids", ",".join(map(str, ids(prompt))), "--max-tokens", str(TOKENS)]
     ran = subprocess.run(command, check=True, capture_output=True, text=True)
-    prompt_rate, rate = re.search(r"([\d.]+) tokens/s; generation: \d+ tokens, ([\d.]+) tokens/s", ran.stderr).groups()
+    prompt_rate, rate = re.search(r"([\d.]+) tokens/s; generation: \d+ tokens?, ([\d.]+) tokens/s", ran.stderr).groups()
     made = [int(token) for token in ran.stdout.strip().split(",")] if re.fullmatch(r"[\d,\s]+", ran.stdout) else None
     return {"prompt": float(prompt_rate), "generation": float(rate), "tokens": made}
 

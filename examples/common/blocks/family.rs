@@ -240,6 +240,7 @@ impl Family {
                 let norms = Norms::before(&["self_attn_layer_norm"], &["final_layer_norm"]);
                 Self { norms, activation: "relu", ..GPT_NEOX }
             }
+            "" => bail!("[causal_lm] config.json names no model_type"),
             other => bail!(
                 "[causal_lm] model_type is {other:?}, expected one of bloom, cohere, cohere2, deepseek_v2, \
                  deepseek_v3, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, gpt_bigcode, gpt_neox, \

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 B, H, H_KV, T_Q, T_KV, D = 2, 4, 2, 3, 6, 4
-MASKS = ["causal", "window", "band", "prefix", "lens", "keep"]
+MASKS = ["causal", "window", "local_window", "prefix", "lens", "bool_mask"]
 TERMS = ["bias_heads", "bias_keys", "alibi", "sinks", "softcap", "scale", "lse"]
 SHAPES = ["ungrouped", "one_key_head", "narrow_values"]
 TRACKED = ["bias_heads", "bias_keys", "alibi", "sinks"]
@@ -28,19 +28,19 @@ def inputs():
     """Multiples of 1/64, which every dtype holds."""
     torch.manual_seed(15)
     draw = lambda *shape: (torch.randn(shape) * 64).round().clamp(-128, 128) / 64
-    keep = torch.rand(B, 1, T_Q, T_KV) < 0.6
-    keep[1, 0, 1] = False
+    bool_mask = torch.rand(B, 1, T_Q, T_KV) < 0.6
+    bool_mask[1, 0, 1] = False
     return {
         "q": draw(B, H, T_Q, D),
         "k": draw(B, H, T_KV, D),
         "v": draw(B, H, T_KV, D),
-        "context": draw(B, H, T_Q, D),
+        "output": draw(B, H, T_Q, D),
         "lse": draw(B, H, T_Q),
         "bias_heads": draw(1, H, T_Q, T_KV),
         "bias_keys": draw(T_Q, T_KV),
         "alibi": draw(H).abs() / 4,
         "sinks": draw(H),
-        "keep": keep.to(torch.uint8),
+        "bool_mask": bool_mask.to(torch.uint8),
     }
 
 
@@ -52,14 +52,14 @@ def visible(option, position, key, given):
             return key <= position
         case "window":
             return (key <= position) & (key > position - 3)
-        case "band":
+        case "local_window":
             return (key >= position - 2) & (key <= position + 1)
         case "prefix":
             return (key <= position) | (key < column([5, 2]))
         case "lens":
             return key < column([6, 3])
-        case "keep":
-            return given["keep"].bool()
+        case "bool_mask":
+            return given["bool_mask"].bool()
 
 
 def gradients(options, given):
@@ -93,15 +93,15 @@ def gradients(options, given):
     scores = torch.where(seen | empty, scores + added, -math.inf)
     scores = scores if sinks is None else torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1)[..., :T_KV].masked_fill(empty, 0)
-    context = weights @ repeat(v)
+    output = weights @ repeat(v)
     leaves = [q, k, v, *tracked.values()]
-    loss = (context * given["context"][..., :width]).sum()
+    loss = (output * given["output"][..., :width]).sum()
     own = torch.autograd.grad(loss, leaves, retain_graph=True)
     if not {"softcap", "sinks"} & set(options):
         # What PyTorch's own function computes, it has to agree on.
         mask = torch.where(seen, added, -math.inf)
-        context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-        theirs = torch.autograd.grad((context * given["context"][..., :width]).sum(), leaves, retain_graph=True)
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        theirs = torch.autograd.grad((output * given["output"][..., :width]).sum(), leaves, retain_graph=True)
         assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(own, theirs)), options
     if "lse" in options:
         lse = scores.logsumexp(-1).masked_fill(empty.squeeze(-1), 0)

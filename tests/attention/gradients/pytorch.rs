@@ -37,10 +37,10 @@ impl Numbers {
             masks.extend(match option {
                 "causal" => Some(Mask::new(Alignment::Causal, [])),
                 "window" => Some(Mask::new(Alignment::Causal, [Part::Window(3)])),
-                "band" => Some(Mask::of(Part::LocalWindow(2, 1))),
+                "local_window" => Some(Mask::of(Part::LocalWindow(2, 1))),
                 "prefix" => Some(Mask::new(Alignment::Causal, [Part::Prefix(lens([5, 2]))])),
                 "lens" => Some(Mask::of(Part::ValidLens(lens([6, 3])))),
-                "keep" => Some(Mask::of(Part::BoolMask(self.input(option, [b, 1, t_q, t_kv])?))),
+                "bool_mask" => Some(Mask::of(Part::BoolMask(self.input(option, [b, 1, t_q, t_kv])?))),
                 "bias_heads" | "bias_keys" => {
                     tracked.push(format!("bias {} 0", masks.len()));
                     Some(Mask::of(Part::Bias(self.input(option, [1, h, t_q, t_kv])?)))
@@ -58,9 +58,9 @@ impl Numbers {
         let [q, k, v] = [("q", h, t_q, d), ("k", h_kv, t_kv, d), ("v", h_kv, t_kv, d_v)]
             .map(|(buffer, count, t, width)| self.input(buffer, [b, count, t, width]));
         let case = Case { dims, q: q?, k: k?, v: v?, masks, uniform_fully_masked_rows: false, options };
-        let of_context = self.input("context", [b, h, t_q, d_v])?.data;
+        let of_output = self.input("output", [b, h, t_q, d_v])?.data;
         let of_lse = if has("lse") { self.input("lse", [1, b, h, t_q])?.data } else { vec![0.0; b * h * t_q] };
-        Ok((Attention::new(case, function).counted([of_context, of_lse].concat()), tracked))
+        Ok((Attention::new(case, function).counted([of_output, of_lse].concat()), tracked))
     }
 
     /// Compares the gradient of each tracked tensor with its part of `expected`. If no other function is given, the
@@ -117,10 +117,10 @@ test_options! {
     gradients_without_options_match_pytorch => "plain", 1;
     gradients_with_causal_mask_match_pytorch => "causal", 13;
     gradients_with_window_match_pytorch => "window", 12;
-    gradients_with_local_window_match_pytorch => "band", 11;
+    gradients_with_local_window_match_pytorch => "local_window", 11;
     gradients_with_prefix_match_pytorch => "prefix", 11;
     gradients_with_valid_lens_match_pytorch => "lens", 9;
-    gradients_with_bool_mask_match_pytorch => "keep", 8;
+    gradients_with_bool_mask_match_pytorch => "bool_mask", 8;
     gradients_with_bias_per_head_match_pytorch => "bias_heads", 7;
     gradients_with_bias_per_key_match_pytorch => "bias_keys", 6;
     gradients_with_alibi_match_pytorch => "alibi", 5;

@@ -67,9 +67,9 @@ pub enum FullyMaskedRows {
 
 /// A mask: which keys each query may attend to, and biases of the scores.
 ///
-/// A mask is a set of constraints, combined with AND. All but boolean masks and biases reduce to one range of keys for
-/// each query, and fused kernels skip blocks of keys outside of the ranges. [`resolve`](Self::resolve) shows these
-/// ranges:
+/// A mask is a set of constraints, combined with AND. All but boolean masks, biases and key lists reduce to one range
+/// of keys for each query, and fused kernels skip blocks of keys outside of the ranges. [`resolve`](Self::resolve)
+/// shows these ranges:
 ///
 /// ```
 /// use candle_attention::AttentionMask;
