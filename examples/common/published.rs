@@ -1,4 +1,4 @@
-//! Models that are published with code of their own, under the settings that transformers has for them.
+//! Models that are published with other code than transformers', under the settings that transformers has for them.
 
 use candle_core::{Result, bail};
 use serde_json::Value;
@@ -43,7 +43,8 @@ impl Only {
 pub fn known_as(json: &Value) -> Result<Value> {
     let mut known = json.clone();
     match json["model_type"].as_str().unwrap_or_default() {
-        GTE => {
+        // Snowflake's Arctic v2 has the names of the published files under the model type of transformers.
+        GTE | "gte" => {
             for only in [
                 Only::new("layer_norm_type", "layer_norm"),
                 Only::new("logn_attention_scale", false),

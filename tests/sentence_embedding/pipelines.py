@@ -251,6 +251,11 @@ def embedding_gemma(folder):
     recorder.save()
 
 
+PUBLISHED_GTE = {
+    "pack_qkv": True, "layer_norm_type": "layer_norm", "logn_attention_scale": False, "position_embedding_type": "rope",
+}
+
+
 def gte_published(folder):
     """GTE's own encoder by the names of its published checkpoints: gate and up in one weight, queries, keys and values
     in one, and a config of the model type "new". transformers reads them as its own GTE, which computes the vectors.
@@ -260,30 +265,16 @@ def gte_published(folder):
     modules = [module, Pooling(16, pooling_mode="cls"), Normalize()]
     recorder = PipelineRecorder("gte_published", SentenceTransformer(modules=modules))
     recorder.add("default")
-    weights = {}
-    for name, tensor in load_file(recorder.path / "model.safetensors").items():
-        for own, published in [
-            ("layers.", "encoder.layer."), ("self_attn.", "attention."), ("post_attention_layernorm", "attn_ln"),
-            ("post_mlp_layernorm", "mlp_ln"),
-        ]:
-            name = name.replace(own, published)
-        weights[f"new.{name}"] = tensor
-    joints = [("attention.qkv_proj", ["q_proj", "k_proj", "v_proj"]), ("mlp.up_gate_proj", ["up_proj", "gate_proj"])]
-    for joint, parts in joints:
-        parent = joint.split(".")[0]
-        for name in [name for name in weights if f"{parent}.{parts[0]}." in name]:
-            tensors = [weights.pop(name.replace(parts[0], part)) for part in parts]
-            weights[name.replace(f"{parent}.{parts[0]}", joint)] = torch.cat(tensors)
+    # transformers saves GTE under the published names without their prefix.
+    weights = load_file(recorder.path / "model.safetensors")
+    weights = {f"new.{name}": tensor for name, tensor in weights.items()}
     save_file(weights, recorder.path / "model.safetensors", {"format": "pt"})
     recorder.add("renamed")
     assert torch.equal(recorder.tensors["default"], recorder.tensors.pop("renamed"))
     recorder.runs.pop()
     config = recorder.read("config.json")
     theta = config.pop("rope_parameters")["rope_theta"]
-    published = {
-        **config, "model_type": "new", "rope_theta": theta, "rope_scaling": None, "pack_qkv": True,
-        "layer_norm_type": "layer_norm", "logn_attention_scale": False, "position_embedding_type": "rope",
-    }
+    published = {**config, **PUBLISHED_GTE, "model_type": "new", "rope_theta": theta, "rope_scaling": None}
     (recorder.path / "config.json").write_text(json.dumps(published, indent=2) + "\n")
     recorder.save()
 

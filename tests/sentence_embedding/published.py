@@ -1,5 +1,5 @@
-"""Makes the models of `pipelines/` that are published with code of their own, which is in no package: Jina v3 with an
-adapter for each task, and Nomic v2 with experts. Their formulas are written out here, on modules of transformers.
+"""Makes the models of `pipelines/` whose code is in no package: Jina v3 and v4 with an adapter for each task, Nomic v2
+with experts, and GTE with NTK scaling. Their formulas are written out here, on modules of transformers.
 
 python tests/sentence_embedding/published.py [MODEL ..]    (packages as for pipelines.py)
 """
@@ -14,7 +14,9 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from pipelines import DECODER, SENTENCES, SIZES, PipelineRecorder, randomize, tokenizer, transformer
+from pipelines import (
+    DECODER, PUBLISHED_GTE, SENTENCES, SIZES, PipelineRecorder, randomize, tokenizer, transformer,
+)
 from recording import make_all
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
@@ -116,13 +118,15 @@ def jina_v4(folder):
     # Matrices of images and of vectors for each token, which texts do not use.
     for module_name in ["model.visual.blocks.0.mlp.up_proj", "multi_vector_projector"]:
         place = f"base_model.model.{module_name}"
-        matrices.update({f"{place}.lora_A.code.weight": torch.ones(RANK, 2), f"{place}.lora_B.code.weight": torch.ones(2, RANK)})
+        a, b = torch.ones(RANK, 2), torch.ones(2, RANK)
+        matrices.update({f"{place}.lora_A.code.weight": a, f"{place}.lora_B.code.weight": b})
     adapters = recorder.path / "adapters"
     adapters.mkdir()
     save_file(matrices, adapters / "adapter_model.safetensors", {"format": "pt"})
     write(adapters / "adapter_config.json", {
         "peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.1, "bias": "none",
-        "target_modules": "(.*(model).*(down_proj|gate_proj|up_proj|k_proj|q_proj|v_proj|o_proj).*$|.*(multi_vector_projector).*$)",
+        "target_modules":
+            "(.*(model).*(down_proj|gate_proj|up_proj|k_proj|q_proj|v_proj|o_proj).*$|.*(multi_vector_projector).*$)",
     })
     text = recorder.read("config.json")
     write(recorder.path / "config.json", {
@@ -160,8 +164,9 @@ class Experts(nn.Module):
 
 
 def gte_ntk(folder):
-    """GTE as it is published, with the scaling "ntk": the base of the frequencies times a factor, and all frequencies
-    divided by a power of it."""
+    """GTE with the settings of its published checkpoints under the model type of transformers, as Snowflake's Arctic v2
+    has them, with the scaling "ntk": the base of the frequencies times a factor, and all frequencies divided by a power
+    of it."""
     theta, factor, width = 20.0, 4.0, 4
     sizes = {**SIZES, "type_vocab_size": 1, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
     model = SentenceTransformer(modules=[transformer(folder, "gte", tokenizer(), sizes), Pooling(16), Normalize()])
@@ -174,7 +179,7 @@ def gte_ntk(folder):
     recorder.record("default", [], None, model.encode(SENTENCES, convert_to_tensor=True).clone())
     config = {key: value for key, value in recorder.read("config.json").items() if key != "rope_parameters"}
     scaling = {"factor": factor, "type": "ntk"}
-    write(recorder.path / "config.json", {**config, "rope_theta": theta, "rope_scaling": scaling})
+    write(recorder.path / "config.json", {**config, **PUBLISHED_GTE, "rope_theta": theta, "rope_scaling": scaling})
     recorder.save()
 
 

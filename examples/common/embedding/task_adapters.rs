@@ -1,6 +1,6 @@
-//! The adapters of Jina's published checkpoints, one for each task. v3 has them among the tensors of the model: low-rank
-//! matrices of every linear layer and of every embedding, by the names of PyTorch's `parametrize`. v4 has them in a file
-//! of PEFT, under the names of the tasks.
+//! The adapters of Jina's published checkpoints, one for each task. v3 has them among the tensors of the model:
+//! low-rank matrices of every linear layer and of every embedding, by the names of PyTorch's `parametrize`. v4 has them
+//! in a file of PEFT, under the names of the tasks.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -179,8 +179,9 @@ impl SimpleBackend for Originals {
 /// The matrices of one task, by the names that PEFT has for them.
 struct Matrices {
     vb: VarBuilder<'static>,
-    /// The number of the task, of so many.
+    /// The number of the task.
     index: usize,
+    /// The number of tasks.
     count: usize,
 }
 
