@@ -133,6 +133,7 @@ impl PageTable {
         if page_size == 0 || !page_size.is_multiple_of(LEAST_PAGE) {
             bail!("[{OP}] page_size is {page_size}, expected a multiple of {LEAST_PAGE}")
         }
+        number::within(OP, "page_size", page_size, LEAST_PAGE..=u32::MAX as usize)?;
         number::within(OP, "pages", pages, 1..=u32::MAX as usize / page_size)?;
         check_memory(OP, format_args!("a table of {pages} pages"), &[pages, 40])?;
         Ok(Self {
