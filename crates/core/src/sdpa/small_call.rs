@@ -66,7 +66,7 @@ impl SmallCall {
     fn inputs(self, dtype: DType) -> Result<SmallCallInputs> {
         let Self { t_q, t_kv, has_codes, .. } = self;
         let q = case_numbers(&[B, H, t_q, D], 1, dtype)?;
-        let rows = |seed: u64, dtype: DType| case_numbers(&[B, H_KV, t_kv, D], seed, dtype);
+        let rows = |seed: u64, own: DType| case_numbers(&[B, H_KV, t_kv, D], seed, own);
         if !has_codes {
             return Ok(SmallCallInputs { q, k: rows(2, dtype)?, v: rows(3, dtype)?, scales: None });
         }
