@@ -112,8 +112,8 @@ fn run_on_cuda(cfg: &GatedDeltaNetConfig, call: &DeltaGatesCall) -> Result<Gates
 fn gates_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
     let (b, t, h) = (2, 7, 5);
     let cfg = GatedDeltaNetConfig::new(8, h);
-    let parameters_on = |device: &Device| -> Result<DecayParameters> {
-        let own = |seed: u64| case_numbers(&[h], seed, DType::F32)?.to_device(device);
+    let parameters_on = |place: &Device| -> Result<DecayParameters> {
+        let own = |seed: u64| case_numbers(&[h], seed, DType::F32)?.to_device(place);
         Ok(DecayParameters { biases: own(1)?, log_rates: own(2)? })
     };
     let (beta, decay) = (case_numbers(&[b, t, h], 3, dtype)?, case_numbers(&[b, t, h], 4, dtype)?);

@@ -112,7 +112,7 @@ fn delta_backward_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResu
     let inputs = case_inputs(40, dtype)?;
     let own = variables_on(device, &inputs)?;
     let other = variables_in(DType::F64, &inputs)?;
-    let tensors = |variables: &[Var]| variables.iter().map(|own| own.as_tensor().clone()).collect::<Vec<_>>();
+    let tensors = |variables: &[Var]| variables.iter().map(|variable| variable.as_tensor().clone()).collect::<Vec<_>>();
     let (found, _) = by_kernels(&tensors(&own))?;
     let (expected, _) = by_reference(&tensors(&other))?;
     let names = [
