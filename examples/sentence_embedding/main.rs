@@ -96,14 +96,16 @@ fn run(args: &Args) -> Result<String> {
     let sentences = args.sentences.read()?;
     make_folders(&[args.out.as_ref(), args.model.page.as_ref()])?;
     let task = args.task.as_deref();
-    let folder = modules::fetch(&args.model, task, &[&[TEMPLATE], &task_adapters::FILES[..]].concat())?;
+    let of_adapters = task_adapters::files(task);
+    let others: Vec<_> = of_adapters.iter().map(String::as_str).chain([TEMPLATE]).collect();
+    let folder = modules::fetch(&args.model, task, &others)?;
     let settings = CheckpointSettings::read(&folder)?;
     let prompt = settings.prompt(args.prompt.as_deref(), args.prompt_name.as_deref())?;
     let pipeline = Pipeline::read(&folder, task, &args.model.device.open(0)?)?;
     let own = folder.join(&pipeline.model);
     let template = chat::read(&own, &pipeline.settings, task)?;
     let adapters = TaskAdapters::read(&read_json(&own.join("config.json"))?, &own)?;
-    if adapters.is_some() && args.quantize.is_some() {
+    if args.quantize.is_some() && adapters.as_ref().is_some_and(|own| own.are_merged(task)) {
         bail!("[{EXAMPLE}] the checkpoint has adapters for tasks, which are added to floats, expected no --quantize")
     }
     let Files { config, vb, .. } = args.model.open_folder(&own, args.quantize)?;

@@ -77,7 +77,7 @@ fn for_each_run(
 #[test]
 fn embeddings_of_pipelines_match_sentence_transformers() -> Result<()> {
     let folders = listed(recorded("sentence_embedding").join("pipelines"));
-    assert_eq!(folders.len(), 25);
+    assert_eq!(folders.len(), 26);
     for_each_run(&folders, "sentence_embedding", &[], |run| {
         run.check_written("embeddings")?;
         let RecordedRun { model, args, name, golden, what } = run;

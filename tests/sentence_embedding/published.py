@@ -1,7 +1,7 @@
 """Makes the models of `pipelines/` whose code is in no package: Jina v3 and v4 with an adapter for each task, Nomic v2
 with experts, and GTE with NTK scaling. Their formulas are written out here, on modules of transformers.
 
-python tests/sentence_embedding/published.py [MODEL ..]    (packages as for pipelines.py)
+python tests/sentence_embedding/published.py [MODEL ..]    (packages as for pipelines.py, and peft)
 """
 
 import itertools
@@ -13,6 +13,7 @@ from pathlib import Path
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import peft
 import torch
 from pipelines import (
     DECODER, PUBLISHED_GTE, SENTENCES, SIZES, PipelineRecorder, randomize, tokenizer, transformer,
@@ -78,6 +79,32 @@ def jina_v3(folder):
     modules = recorder.read("modules.json")
     modules[0].update(type="custom_st.Transformer", kwargs=["task"])
     write(recorder.path / "modules.json", modules)
+    recorder.save()
+
+
+def jina_v3_folders(folder):
+    """Jina v3 in transformers' format, with a folder of PEFT for each task, which PEFT loads and computes."""
+    sizes = {**SIZES, "type_vocab_size": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 20.0}}
+    modules = [transformer(folder, "jina_embeddings_v3", tokenizer(), sizes), Pooling(16), Normalize()]
+    recorder = PipelineRecorder("jina_v3_folders", SentenceTransformer(modules=modules))
+    recorder.add("no_task")
+    targets = [
+        "q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2", "word_embeddings", "token_type_embeddings", "pooler.dense",
+    ]
+    for seed, task in enumerate(["retrieval_query", "text_matching"]):
+        model = SentenceTransformer(str(recorder.path), model_kwargs={"attn_implementation": "eager"})
+        options = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets)
+        adapted = peft.get_peft_model(model[0].auto_model, options)
+        torch.manual_seed(seed)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        recorder.record(task, ["--task", task], None, model.encode(SENTENCES, convert_to_tensor=True).clone())
+        adapted.save_pretrained(recorder.path / task)
+        (recorder.path / task / "README.md").unlink(missing_ok=True)
+        name = f"{task}/adapter_config.json"
+        plain = {"base_model_name_or_path": None, "auto_mapping": None, "target_modules": targets}
+        write(recorder.path / name, {**recorder.read(name), **plain})
     recorder.save()
 
 
@@ -230,7 +257,7 @@ def nomic_v2(folder):
     recorder.save()
 
 
-KINDS = {"jina_v3_published": jina_v3, "jina_v4_published": jina_v4, "nomic_v2": nomic_v2, "gte_ntk": gte_ntk}
+KINDS = {"jina_v3_published": jina_v3, "jina_v3_folders": jina_v3_folders, "jina_v4_published": jina_v4, "nomic_v2": nomic_v2, "gte_ntk": gte_ntk}
 
 
 if __name__ == "__main__":

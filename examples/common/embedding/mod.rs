@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each program uses a part")]
 
 pub mod fields;
+mod jina_names;
 pub mod layers;
 pub mod modules;
 pub mod pipeline;

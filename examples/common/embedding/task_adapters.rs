@@ -1,9 +1,9 @@
 //! The adapters of Jina's published checkpoints, one for each task. v3 has them among the tensors of the model:
 //! low-rank matrices of every linear layer and of every embedding, by the names of PyTorch's `parametrize`. v4 has them
-//! in a file of PEFT, under the names of the tasks.
+//! in a file of PEFT, under the names of the tasks. v3 in transformers' format has a folder of PEFT for each task.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_attention::peft::{Adapter, AdapterConfig};
 use candle_attention::weights::Checkpoint;
@@ -13,6 +13,7 @@ use candle_nn::{Init, VarBuilder};
 use serde_json::{Value, json};
 
 use super::fields::Fields;
+use super::jina_names::ByTransformersNames;
 use crate::common::{EXAMPLE, read_json};
 
 /// The place of a module's own weight, and that of its matrices, which are stacked over the tasks.
@@ -42,7 +43,16 @@ const MATRICES: [MatrixNames; 4] = [
 const FOLDER: &str = "adapters";
 const OPTIONS: &str = "adapters/adapter_config.json";
 const FILE: &str = "adapters/adapter_model.safetensors";
-pub const FILES: [&str; 2] = [OPTIONS, FILE];
+const FILES: [&str; 2] = [OPTIONS, FILE];
+
+/// The files of an adapter in a folder.
+const IN_FOLDER: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
+
+/// Returns the files of the adapters that a task may have, below the folder of a checkpoint.
+pub fn files(task: Option<&str>) -> Vec<String> {
+    let in_folder = |task: &str| IN_FOLDER.map(|file| format!("{task}/{file}"));
+    FILES.map(str::to_string).into_iter().chain(task.map(in_folder).into_iter().flatten()).collect()
+}
 
 /// The adapters of a checkpoint, one for each task.
 pub struct TaskAdapters {
@@ -60,6 +70,8 @@ enum Source {
     Stacked,
     /// In a file of PEFT. The model is of no use without an adapter.
     File(Checkpoint),
+    /// In a folder for each task, below this one.
+    Folders(PathBuf),
 }
 
 impl TaskAdapters {
@@ -70,7 +82,7 @@ impl TaskAdapters {
             return Self::stacked(&fields).map(Some);
         }
         if fields.get("task_names").is_null() || !folder.join(FOLDER).is_dir() {
-            return Ok(None);
+            return Self::in_folders(folder);
         }
         let mut options = read_json(&folder.join(OPTIONS))?;
         // An expression that names modules of images too. The modules of the text are known by their matrices.
@@ -83,6 +95,22 @@ impl TaskAdapters {
             config: AdapterConfig::from_json(&options)?,
             source: Source::File(Checkpoint::open(folder.join(FILE))?),
         }))
+    }
+
+    /// Finds folders with an adapter each; `None` if there are none.
+    fn in_folders(folder: &Path) -> Result<Option<Self>> {
+        let mut tasks = Vec::new();
+        for entry in folder.read_dir()? {
+            let entry = entry?;
+            if entry.path().join(IN_FOLDER[0]).is_file() {
+                tasks.push(entry.file_name().to_string_lossy().into_owned());
+            }
+        }
+        tasks.sort();
+        let Some(first) = tasks.first() else { return Ok(None) };
+        let config = AdapterConfig::from_json(&read_json(&folder.join(first).join(IN_FOLDER[0]))?)?;
+        let instructions = Fields::of("config.json", json!({}))?;
+        Ok(Some(Self { tasks, instructions, config, source: Source::Folders(folder.to_path_buf()) }))
     }
 
     /// Reads the settings of adapters among the tensors of the model.
@@ -101,6 +129,14 @@ impl TaskAdapters {
         Ok(Self { tasks, instructions, config, source: Source::Stacked })
     }
 
+    /// Returns whether the weights for a task, or without one, are read as floats that may have an adapter in them.
+    pub fn are_merged(&self, task: Option<&str>) -> bool {
+        match self.source {
+            Source::Stacked | Source::File(_) => true,
+            Source::Folders(_) => task.is_some(),
+        }
+    }
+
     /// Returns the text before each text of a task, if there is one.
     pub fn instruction(&self, task: &str) -> Result<Option<&str>> {
         self.instructions.text(task)
@@ -116,6 +152,7 @@ impl TaskAdapters {
         let Some(task) = task else {
             return match self.source {
                 Source::Stacked => Ok(built(vb, Originals { vb: vb.clone() })),
+                Source::Folders(_) => Ok(vb.clone()),
                 Source::File(_) => bail!("[{EXAMPLE}] the model needs an adapter, expected --task, one of {listed}"),
             };
         };
@@ -128,6 +165,13 @@ impl TaskAdapters {
                 (built(vb, Originals { vb: vb.clone() }), built(vb, own))
             }
             Source::File(file) => (vb.clone(), built(vb, NamedMatrices::of(file, task, vb)?)),
+            Source::Folders(folder) => {
+                let adapter = Adapter::open(folder.join(task), vb.dtype(), vb.device())?;
+                if !ByTransformersNames::fits(vb) {
+                    return Ok(adapter.merged_builder(vb.clone()));
+                }
+                return Ok(adapter.merged_builder(built(vb, ByTransformersNames { vb: vb.clone() })));
+            }
         };
         Ok(Adapter::from_builder(self.config.clone(), matrices).merged_builder(model))
     }
