@@ -105,7 +105,7 @@ fn run(args: &Args) -> Result<String> {
     let own = folder.join(&pipeline.model);
     let template = chat::read(&own, &pipeline.settings, task)?;
     let adapters = TaskAdapters::read(&read_json(&own.join("config.json"))?, &own)?;
-    if args.quantize.is_some() && adapters.as_ref().is_some_and(|own| own.are_merged(task)) {
+    if args.quantize.is_some() && adapters.as_ref().is_some_and(|found| found.are_merged(task)) {
         bail!("[{EXAMPLE}] the checkpoint has adapters for tasks, which are added to floats, expected no --quantize")
     }
     let Files { config, vb, .. } = args.model.open_folder(&own, args.quantize)?;

@@ -50,7 +50,7 @@ const IN_FOLDER: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"
 
 /// Returns the files of the adapters that a task may have, below the folder of a checkpoint.
 pub fn files(task: Option<&str>) -> Vec<String> {
-    let in_folder = |task: &str| IN_FOLDER.map(|file| format!("{task}/{file}"));
+    let in_folder = |name: &str| IN_FOLDER.map(|file| format!("{name}/{file}"));
     FILES.map(str::to_string).into_iter().chain(task.map(in_folder).into_iter().flatten()).collect()
 }
 
