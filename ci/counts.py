@@ -15,8 +15,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODIFIER = re.compile("softcap", re.IGNORECASE)
-MODIFIER_FOLDERS = ["crates/call/src", "crates/core/src", "crates/kernels/src", "crates/cuda/src", "crates/cuda/kernels"]
-MOST_MODIFIER_FILES = 26
+MODIFIER_FOLDERS = ["call/src", "core/src", "kernels/src", "cuda/src", "cuda/kernels", "metal"]
+MOST_MODIFIER_FILES = 16
 CALL_TYPE = re.compile(r"(?:pub(?:\([^)]*\))? )?(?:struct|enum) (\w*(?:Call|Problem|Inputs|TileScores|AttentionTask))\b")
 CALL_FOLDERS = ["crates/call/src", "crates/core/src/sdpa/call.rs", "crates/core/src/sdpa/cpu", "crates/kernels/src/flash"]
 MOST_CALL_TYPES = 10
@@ -27,13 +27,14 @@ def code(folders: list[str]):
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
     for path in listed.stdout.splitlines():
         is_test = "/tests/" in path or path.endswith("/tests.rs")
-        if path.endswith((".rs", ".cuh", ".cu")) and not is_test and (ROOT / path).exists():
+        if path.endswith((".rs", ".cuh", ".cu", ".metal")) and not is_test and (ROOT / path).exists():
             text = (ROOT / path).read_text().split("#[cfg(test)]\nmod tests {")[0]
             yield path, [line.split("//")[0] for line in text.splitlines()]
 
 
 def modifier_files() -> list[str]:
-    return [path for path, lines in code(MODIFIER_FOLDERS) if any(MODIFIER.search(line) for line in lines)]
+    folders = [f"crates/{folder}" for folder in MODIFIER_FOLDERS]
+    return [path for path, lines in code(folders) if any(MODIFIER.search(line) for line in lines)]
 
 
 def call_types() -> list[str]:

@@ -91,25 +91,7 @@ impl<T, K> AttentionCall<T, K> {
 
     /// Returns the tensors that have gradients.
     pub fn differentiable(&self) -> PerInput<Option<&T>> {
-        let ScoreModifiers {
-            scale: _,
-            softcap: _,
-            alibi_slopes,
-            relative_bias,
-            bias,
-            boolean_mask: _,
-            sinks,
-            dropout: _,
-        } = &self.scores;
-        PerInput {
-            q: Some(&self.q),
-            k: Some(&self.k),
-            v: Some(&self.v),
-            bias: bias.as_ref(),
-            relative_bias: relative_bias.as_ref(),
-            alibi_slopes: alibi_slopes.as_ref(),
-            sinks: sinks.as_ref(),
-        }
+        PerInput { q: Some(&self.q), k: Some(&self.k), v: Some(&self.v), ..self.scores.differentiable() }
     }
 }
 

@@ -15,5 +15,5 @@ pub use gradients::{PerInput, RequestedGradients};
 pub use inputs::Input;
 pub use keys::{BoundedKeys, FirstPosition, Intervals, PackedLengths};
 pub use layout::{LayoutStrides, OutputLayout};
-pub use modifiers::{Dropout, DropoutMask, ScoreModifiers};
+pub use modifiers::{Dropout, DropoutMask, ScoreFormat, ScoreModifiers};
 pub use results::{RequestedResults, RequestedStatistics, WeightTile};

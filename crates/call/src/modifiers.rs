@@ -1,5 +1,6 @@
 //! The score modifiers of a call.
 
+use crate::gradients::PerInput;
 use crate::inputs::Input;
 
 /// The scale, and the modifiers of scores and weights, applied in the order of the fields.
@@ -48,6 +49,15 @@ pub enum DropoutMask<T> {
     KeptBits(T),
 }
 
+/// The format in which a path computes scores. The numbers of a call have to be normal numbers of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScoreFormat {
+    /// 32 bits, for inputs of 16 or 32 bits.
+    F32,
+    /// 64 bits, on the reference path.
+    F64,
+}
+
 impl<T> Default for ScoreModifiers<T> {
     /// Returns a scale of 1 without modifiers.
     fn default() -> Self {
@@ -90,6 +100,87 @@ impl<T> ScoreModifiers<T> {
     }
 }
 
+impl<T> ScoreModifiers<T> {
+    /// Checks the numbers of a call, whose scores are computed in a format.
+    ///
+    /// # Errors
+    /// `name is .., expected ..` of the first number that is out of its range.
+    pub fn check_numbers(&self, format: ScoreFormat) -> Result<(), String> {
+        let Self { scale, softcap, alibi_slopes: _, relative_bias: _, bias: _, boolean_mask: _, sinks: _, dropout } = self;
+        let smallest;
+        let largest;
+        match format {
+            ScoreFormat::F32 => (smallest, largest) = (f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX)),
+            ScoreFormat::F64 => (smallest, largest) = (f64::MIN_POSITIVE, f64::MAX),
+        }
+        if !(scale.abs() <= largest) {
+            return Err(format!("scale is {scale:?}, expected a finite number in {format:?}"));
+        }
+        // One over the softcap is a factor too.
+        if let Some(softcap) = softcap
+            && !(smallest..=largest).contains(softcap)
+        {
+            return Err(format!("softcap is {softcap:?}, expected a finite number above zero in {format:?}"));
+        }
+        if let Some(Dropout { p, .. }) = dropout
+            && !(0.0..=1.0).contains(p)
+        {
+            return Err(format!("dropout is {p:?}, expected a probability from 0 to 1"));
+        }
+        Ok(())
+    }
+
+    /// Returns the tensors that have gradients. Queries, keys and values are not among the modifiers.
+    pub(crate) fn differentiable(&self) -> PerInput<Option<&T>> {
+        let Self { scale: _, softcap: _, alibi_slopes, relative_bias, bias, boolean_mask: _, sinks, dropout: _ } = self;
+        PerInput {
+            q: None,
+            k: None,
+            v: None,
+            bias: bias.as_ref(),
+            relative_bias: relative_bias.as_ref(),
+            alibi_slopes: alibi_slopes.as_ref(),
+            sinks: sinks.as_ref(),
+        }
+    }
+
+    /// Returns the names of the modifiers that the call has, for messages. The scale is not one of them.
+    pub fn names(&self) -> Vec<&'static str> {
+        let Self { scale: _, softcap, alibi_slopes, relative_bias, bias, boolean_mask, sinks, dropout } = self;
+        let mut names = Vec::new();
+        if softcap.is_some() {
+            names.push("softcap");
+        }
+        if alibi_slopes.is_some() {
+            names.push("ALiBi");
+        }
+        if relative_bias.is_some() {
+            names.push("relative bias");
+        }
+        if bias.is_some() {
+            names.push("bias tensor");
+        }
+        if boolean_mask.is_some() {
+            names.push("boolean mask");
+        }
+        if sinks.is_some() {
+            names.push("sinks");
+        }
+        if dropout.is_some() {
+            names.push("dropout");
+        }
+        names
+    }
+
+    /// Returns whether a modifier changes the scores of different keys differently, apart from their products. Then the
+    /// keys of a call cannot be numbered anew.
+    pub fn depends_on_keys(&self) -> bool {
+        let Self { scale: _, softcap: _, alibi_slopes, relative_bias, bias, boolean_mask, sinks: _, dropout } = self;
+        let by_position = alibi_slopes.is_some() || relative_bias.is_some();
+        by_position || bias.is_some() || boolean_mask.is_some() || dropout.is_some()
+    }
+}
+
 impl<T> DropoutMask<T> {
     fn map<'a, U, E>(&'a self, change: &mut impl FnMut(Input, &'a T) -> Result<U, E>) -> Result<DropoutMask<U>, E> {
         Ok(match self {
@@ -109,5 +200,58 @@ pub(crate) fn map_one<'a, T, U, E>(
     match tensor {
         Some(tensor) => Ok(Some(change(input, tensor)?)),
         None => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn capped(softcap: f64) -> ScoreModifiers<()> {
+        ScoreModifiers { softcap: Some(softcap), ..ScoreModifiers::default() }
+    }
+
+    fn scaled(scale: f64) -> ScoreModifiers<()> {
+        ScoreModifiers { scale, ..ScoreModifiers::default() }
+    }
+
+    fn dropped(p: f64) -> ScoreModifiers<()> {
+        ScoreModifiers { dropout: Some(Dropout { p, mask: DropoutMask::Philox(1) }), ..ScoreModifiers::default() }
+    }
+
+    #[test]
+    fn numbers_of_a_call_out_of_range_are_named() {
+        let above_zero = "expected a finite number above zero in F32";
+        for (modifiers, expected) in [
+            (capped(0.0), format!("softcap is 0.0, {above_zero}")),
+            (capped(-30.0), format!("softcap is -30.0, {above_zero}")),
+            (capped(f64::NAN), format!("softcap is NaN, {above_zero}")),
+            (capped(1e-40), format!("softcap is 1e-40, {above_zero}")),
+            (scaled(f64::INFINITY), "scale is inf, expected a finite number in F32".into()),
+            (scaled(-1e60), "scale is -1e60, expected a finite number in F32".into()),
+            (dropped(1.5), "dropout is 1.5, expected a probability from 0 to 1".into()),
+        ] {
+            assert_eq!(modifiers.check_numbers(ScoreFormat::F32), Err(expected));
+        }
+        for wide in [capped(1e-40), scaled(-1e60)] {
+            assert_eq!(wide.check_numbers(ScoreFormat::F64), Ok(()));
+        }
+        for modifiers in [ScoreModifiers::default(), capped(30.0), scaled(-0.5), dropped(1.0)] {
+            assert_eq!(modifiers.check_numbers(ScoreFormat::F32), Ok(()));
+        }
+    }
+
+    #[test]
+    fn names_of_modifiers_tell_which_are_there_and_which_depend_on_keys() {
+        assert_eq!(ScoreModifiers::<()>::default().names(), [""; 0]);
+        let with_sinks = ScoreModifiers { sinks: Some(()), ..capped(2.0) };
+        assert_eq!(with_sinks.names(), ["softcap", "sinks"]);
+        assert!(!with_sinks.depends_on_keys());
+        let biased = ScoreModifiers { relative_bias: Some(()), bias: Some(()), ..with_sinks };
+        assert_eq!(biased.names(), ["softcap", "relative bias", "bias tensor", "sinks"]);
+        assert!(biased.depends_on_keys());
+        let masked = ScoreModifiers { boolean_mask: Some(()), alibi_slopes: Some(()), ..dropped(0.5) };
+        assert_eq!(masked.names(), ["ALiBi", "boolean mask", "dropout"]);
+        assert!(masked.depends_on_keys() && dropped(0.5).depends_on_keys());
     }
 }

@@ -94,7 +94,7 @@ mutate "backward: diagonals end one query early" "$fused -DHAS_RELATIVE_BIAS=1 -
 mutate "backward: slopes of a head run into the next" "$fused -DHAS_ALIBI=1 -DSLOPE_GRADIENT=1" modifier_gradients.cuh \
     'gradients.slope = 0;' ''
 mutate "backward: the softcap's derivative is left out" "$fused -DHAS_SOFTCAP=1" backward_keys.cuh \
-    'gradient *= 1.0f - tanh * tanh' 'gradient *= 1.0f'
+    'if (HAS_PRODUCT_DERIVATIVE)' 'if (false)'
 mutate "backward: the bias is summed over one head" "$fused -DHAS_BIAS=1 -DBIAS_GRADIENT=1 -DALIGNED_BIAS=0" modifier_sums.cuh \
     'sums_heads ? arguments.heads' 'sums_heads ? 1'
 ((missed == 0)) && echo "the tests notice every mistake"

@@ -72,14 +72,14 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
                 dropout_words_transposed(dropout, sequence.first_query + first_query + column,
                                          sequence.first_key + first_key, sequence.first_key % 4 == 0, block.lane,
                                          words);
-            float behind_softcap[4];
+            float score_gradients[4];
             UNROLL for (int e = 0; e < 4; e++) {
                 const int key = first_key + 8 * (e >> 1), query = first_query + column + (e & 1);
-                float tanh, weight = products[n][c][e], gradient = gradients[n][c][e];
+                float derivative, weight = products[n][c][e], gradient = gradients[n][c][e];
 #if MODIFIES_SCORES || HAS_BOOLEAN_MASK
                 const int own_query = smaller(query, sequence.query_count - 1);
                 const int own_key = smaller(key, sequence.key_count - 1);
-                if (MODIFIES_SCORES) weight = modify_score(modifiers, weight, own_query, own_key, tanh);
+                if (MODIFIES_SCORES) weight = modify_score(modifiers, weight, own_query, own_key, derivative);
                 if (HAS_BIAS)
                     weight = fused_multiply_add(load_bias(arguments, modifiers, own_query, own_key), SCORE_UNIT,
                                                 weight);
@@ -95,15 +95,15 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
 #if HAS_BOOLEAN_MASK
                 is_hidden |= !load_boolean_mask(arguments, modifiers, own_query, own_key);
 #endif
-                behind_softcap[e] = is_hidden ? 0.0f : gradient;
+                score_gradients[e] = is_hidden ? 0.0f : gradient;
                 if (BIAS_GRADIENT && FUSED_BACKWARD && query < sequence.query_count && key < sequence.key_count)
                     store_global(arguments.score_gradient +
                                      (statistics_row(arguments, sequence, head) + query) * arguments.key_count + key,
-                                 behind_softcap[e]);
+                                 score_gradients[e]);
                 if (SLOPE_GRADIENT)
                     modifier_gradients.slope -=
-                        behind_softcap[e] * absolute((float)(sequence.first_position + query - key));
-                if (HAS_SOFTCAP) gradient *= 1.0f - tanh * tanh;
+                        score_gradients[e] * absolute((float)(sequence.first_position + query - key));
+                if (HAS_PRODUCT_DERIVATIVE) gradient *= derivative;
                 if (HAS_DROPOUT) weight *= kept;
                 products[n][c][e] = is_hidden ? 0.0f : weight;
                 gradients[n][c][e] = is_hidden ? 0.0f : gradient;
@@ -111,8 +111,8 @@ DEVICE void differentiate_key_scores(const AttentionArguments& arguments, const 
             if (SHARES_BIAS_GRADIENTS) {
                 const u32 at = KEY_BIAS_GRADIENTS_AT + (block.warp_row + 16 * n + block.lane_row) * SCORE_PITCH +
                                column * ELEMENT_BYTES;
-                store_pair_shared(at, behind_softcap[0], behind_softcap[1]);
-                store_pair_shared(at + 8 * SCORE_PITCH, behind_softcap[2], behind_softcap[3]);
+                store_pair_shared(at, score_gradients[0], score_gradients[1]);
+                store_pair_shared(at + 8 * SCORE_PITCH, score_gradients[2], score_gradients[3]);
             }
         }
     }

@@ -75,7 +75,8 @@ DEVICE void store_score_gradients(const AttentionArguments& arguments, const Que
         }
 }
 
-// Turns the gradients of weights into gradients of products. `products` are replaced by derivatives of the softcap.
+// Turns the gradients of weights into gradients of products. `products` are replaced by the derivatives
+// of scores.
 DEVICE void differentiate_scores(const AttentionArguments& arguments, const QueryGradientBlock& block, int key,
                                  bool is_masked, QueryScores& products, QueryScores& gradients) {
     UNROLL for (int tile = 0; tile < QUERY_ROW_TILES; tile++)
@@ -84,9 +85,9 @@ DEVICE void differentiate_scores(const AttentionArguments& arguments, const Quer
             const int query = smaller(block.first_query + row, block.sequence.query_count - 1);
             UNROLL for (int c = 0; c < QUERY_KEY_TILES; c++)
                 UNROLL for (int e = 0; e < 2; e++) {
-                    float tanh = 0, score = products[tile][c][2 * r + e];
+                    float derivative = 1, score = products[tile][c][2 * r + e];
                     const int own_key = smaller(key + 8 * c + block.lane_column + e, block.sequence.key_count - 1);
-                    if (MODIFIES_SCORES) score = modify_score(block.modifiers, score, query, own_key, tanh);
+                    if (MODIFIES_SCORES) score = modify_score(block.modifiers, score, query, own_key, derivative);
                     if (HAS_BIAS)
                         score = fused_multiply_add(load_bias(arguments, block.modifiers, query, own_key), SCORE_UNIT,
                                                    score);
@@ -95,7 +96,7 @@ DEVICE void differentiate_scores(const AttentionArguments& arguments, const Quer
                     if (HAS_BOOLEAN_MASK && !load_boolean_mask(arguments, block.modifiers, query, own_key))
                         gradient = 0.0f;
                     gradients[tile][c][2 * r + e] = gradient;
-                    products[tile][c][2 * r + e] = HAS_SOFTCAP ? 1.0f - tanh * tanh : 1.0f;
+                    products[tile][c][2 * r + e] = derivative;
                 }
             if (is_masked) {
                 const int2 keys = load_shared<int2>(QUERY_INTERVALS_AT + 8 * row);
@@ -108,7 +109,7 @@ DEVICE void differentiate_scores(const AttentionArguments& arguments, const Quer
                     }
             }
             if (BIAS_GRADIENT) store_score_gradients(arguments, block, row, key, gradients[tile], r);
-            if (HAS_SOFTCAP)
+            if (HAS_PRODUCT_DERIVATIVE)
                 UNROLL for (int c = 0; c < QUERY_KEY_TILES; c++)
                     UNROLL for (int e = 0; e < 2; e++)
                         gradients[tile][c][2 * r + e] *= products[tile][c][2 * r + e];

@@ -202,8 +202,8 @@ DEVICE void modify_decode_scores(const AttentionArguments& arguments, const Deco
         UNROLL for (int c = 0; c < DECODE_KEY_TILES; c++)
             UNROLL for (int e = 0; e < 2; e++) {
                 const int own_key = smaller(key + 8 * c + block.lane_column + e, block.sequence.key_count - 1);
-                float tanh, &score = scores[0][c][2 * r + e];
-                if (MODIFIES_SCORES) score = modify_score(modifiers[r], score, query, own_key, tanh);
+                float derivative, &score = scores[0][c][2 * r + e];
+                if (MODIFIES_SCORES) score = modify_score(modifiers[r], score, query, own_key, derivative);
                 if (HAS_BIAS)
                     score = fused_multiply_add(load_bias(arguments, modifiers[r], query, own_key), SCORE_UNIT, score);
                 if (HAS_BOOLEAN_MASK && !load_boolean_mask(arguments, modifiers[r], query, own_key))

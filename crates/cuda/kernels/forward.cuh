@@ -141,8 +141,9 @@ DEVICE void modify_forward_scores(const ForwardBlock& block, int key, ForwardSco
                     bias[0] = unpack_half((u16)two), bias[1] = unpack_half((u16)(two >> 16));
                 }
                 UNROLL for (int e = 0; e < 2; e++) {
-                    float tanh, &score = scores[tile][c][2 * r + e];
-                    score = modify_score(block.modifiers, score, block.first_query + row, key + column + e, tanh);
+                    float derivative, &score = scores[tile][c][2 * r + e];
+                    score = modify_score(block.modifiers, score, block.first_query + row, key + column + e,
+                                         derivative);
                     if (HAS_BIAS) score = fused_multiply_add(bias[e], SCORE_UNIT, score);
                 }
             }

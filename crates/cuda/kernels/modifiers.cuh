@@ -59,11 +59,13 @@ DEVICE float relative_bias_of(const ScoreModifiers& modifiers, int query, int ke
     return (u32)entry < (u32)modifiers.relative_length ? load_global(modifiers.relative_bias + entry) : 0.0f;
 }
 
-// The score of a product without the bias. `tanh` becomes what the derivative of the softcap needs.
-DEVICE float modify_score(const ScoreModifiers& modifiers, float product, int query, int key, float& tanh) {
+// The score of a product without the bias. With HAS_PRODUCT_DERIVATIVE, `derivative` becomes that of the score with
+// respect to the product times the scale; otherwise that is 1.
+DEVICE float modify_score(const ScoreModifiers& modifiers, float product, int query, int key, float& derivative) {
     float score = product * modifiers.scale;
     if (HAS_SOFTCAP) {
-        tanh = tanh_of(score);
+        const float tanh = tanh_of(score);
+        derivative = 1.0f - tanh * tanh;
         score = tanh * modifiers.cap;
     }
     if (HAS_ALIBI)

@@ -24,6 +24,8 @@
 //                            relative
 //                            bias
 // MODIFIES_SCORES            1 if more is done to a product than a multiplication by a scale above 0
+// HAS_PRODUCT_DERIVATIVE     1 if the derivative of a score with respect to its product is another number than the
+//                            scale, for each pair of a query and a key
 // NATURAL_SCORES             1 if scores are natural logarithms, which a bias of the least f32 needs; otherwise to
 //                            the base
 //                            2, which saves a product

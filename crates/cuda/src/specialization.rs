@@ -1,6 +1,7 @@
 //! The constants that attention kernels are compiled for, besides their tiles.
 
 use crate::element::ElementType;
+use crate::given::Given;
 use crate::program::Define;
 
 /// The type of a bias.
@@ -33,6 +34,18 @@ pub(crate) struct Specialization {
     pub positive_scale: bool,
     pub gradients: ModifierGradients,
     pub alignment: Alignment,
+}
+
+/// A constant that is 0 or 1.
+struct Flag<'a> {
+    name: &'static str,
+    is_set: &'a mut bool,
+}
+
+/// A specialisation with the name of its modifiers, for the list of programs.
+pub(crate) struct NamedSpecialization {
+    pub name: &'static str,
+    pub specialization: Specialization,
 }
 
 /// The gradients of score modifiers that a backward pass computes, besides the gradients of q, k and v.
@@ -85,6 +98,81 @@ impl Specialization {
         }
     }
 
+    /// Returns the constants that are 0 or 1, with the names that kernels have for them.
+    fn flags(&mut self) -> [Flag<'_>; 13] {
+        let Self { gradients, alignment, .. } = self;
+        [
+            Flag { name: "KEY_CODES", is_set: &mut self.key_codes },
+            Flag { name: "KEY_PAGES", is_set: &mut self.key_pages },
+            Flag { name: "HAS_SOFTCAP", is_set: &mut self.softcap },
+            Flag { name: "HAS_ALIBI", is_set: &mut self.alibi },
+            Flag { name: "HAS_RELATIVE_BIAS", is_set: &mut self.relative_bias },
+            Flag { name: "HAS_BOOLEAN_MASK", is_set: &mut self.boolean_mask },
+            Flag { name: "HAS_DROPOUT", is_set: &mut self.dropout },
+            Flag { name: "BIAS_GRADIENT", is_set: &mut gradients.bias },
+            Flag { name: "SLOPE_GRADIENT", is_set: &mut gradients.slopes },
+            Flag { name: "RELATIVE_BIAS_GRADIENT", is_set: &mut gradients.relative_bias },
+            Flag { name: "ALIGNED_ROWS", is_set: &mut alignment.rows },
+            Flag { name: "ALIGNED_BIAS", is_set: &mut alignment.bias },
+            Flag { name: "ALIGNED_BOOLEAN_MASK", is_set: &mut alignment.boolean_mask },
+        ]
+    }
+
+    /// Returns the specialisation of constants that are given by name; the others are those of a plain call.
+    ///
+    /// # Errors
+    /// For a number that a constant cannot be.
+    pub fn of_constants(given: &mut Given) -> Result<Self, String> {
+        let element = given.element()?;
+        let head_dim = given.take("HEAD_DIM", 128);
+        let value_dim = given.take("VALUE_DIM", head_dim);
+        let mut own = Self::plain(element, head_dim, value_dim);
+        for Flag { name, is_set } in own.flags() {
+            *is_set = given.flag(name, *is_set);
+        }
+        own.bias = match given.take("HAS_BIAS", 0) {
+            0 => None,
+            1 => Some(BiasElement::Element),
+            2 => Some(BiasElement::F32),
+            other => return Err(format!("HAS_BIAS is {other}, expected 0, 1 or 2")),
+        };
+        own.positive_scale = !given.flag("MODIFIES_SCORES", false);
+        Ok(own)
+    }
+
+    /// Returns the specialisations of calls with one score modifier, and of calls with all of them, of which the last
+    /// has no dropout.
+    pub fn with_modifiers(self) -> Vec<NamedSpecialization> {
+        let named = |name, specialization| NamedSpecialization { name, specialization };
+        let gradients = self.gradients;
+        let slopes = ModifierGradients { slopes: true, ..gradients };
+        let relative_bias = ModifierGradients { relative_bias: true, ..gradients };
+        let bias = ModifierGradients { bias: true, ..gradients };
+        let biased = Self { bias: Some(BiasElement::F32), ..self };
+        let all = Self {
+            softcap: true,
+            alibi: true,
+            relative_bias: true,
+            boolean_mask: true,
+            dropout: true,
+            gradients: ModifierGradients { bias: true, slopes: true, relative_bias: true },
+            ..biased
+        };
+        vec![
+            named("softcap", Self { softcap: true, ..self }),
+            named("alibi", Self { alibi: true, gradients: slopes, ..self }),
+            named("relative bias", Self { relative_bias: true, gradients: relative_bias, ..self }),
+            named("bias", Self { bias: Some(BiasElement::Element), ..self }),
+            named("f32 bias", Self { gradients: bias, ..biased }),
+            named("boolean mask", Self { boolean_mask: true, ..self }),
+            named("bias and boolean mask", Self { boolean_mask: true, ..biased }),
+            named("dropout", Self { dropout: true, ..self }),
+            named("scale below 0", Self { positive_scale: false, ..self }),
+            named("all modifiers", all),
+            named("all modifiers but dropout", Self { dropout: false, ..all }),
+        ]
+    }
+
     /// Returns the columns of tiles of queries and keys.
     pub fn head_columns(&self) -> usize {
         columns(self.head_dim)
@@ -121,6 +209,12 @@ impl Specialization {
         has_modifier || self.key_codes || !self.positive_scale
     }
 
+    /// Returns whether the derivative of a score with respect to its product is another number than the scale, for each
+    /// pair of a query and a key.
+    pub fn has_product_derivative(&self) -> bool {
+        self.softcap
+    }
+
     /// Returns the bytes of an element of the bias, or of the queries without a bias.
     pub fn bias_bytes(&self) -> usize {
         match self.bias {
@@ -138,25 +232,17 @@ impl Specialization {
             Some(BiasElement::Element) => 1,
             Some(BiasElement::F32) => 2,
         };
-        vec![
+        let mut own = *self;
+        let mut defines = vec![
             self.element.define(),
             define("HEAD_DIM", self.head_dim as i64),
             define("VALUE_DIM", self.value_dim as i64),
-            flag("KEY_CODES", self.key_codes),
-            flag("KEY_PAGES", self.key_pages),
-            flag("HAS_SOFTCAP", self.softcap),
-            flag("HAS_ALIBI", self.alibi),
-            flag("HAS_RELATIVE_BIAS", self.relative_bias),
+        ];
+        defines.extend(own.flags().map(|Flag { name, is_set }| flag(name, *is_set)));
+        defines.extend([
             define("HAS_BIAS", bias),
-            flag("HAS_BOOLEAN_MASK", self.boolean_mask),
-            flag("HAS_DROPOUT", self.dropout),
-            flag("BIAS_GRADIENT", self.gradients.bias),
-            flag("SLOPE_GRADIENT", self.gradients.slopes),
-            flag("RELATIVE_BIAS_GRADIENT", self.gradients.relative_bias),
-            flag("ALIGNED_ROWS", self.alignment.rows),
-            flag("ALIGNED_BIAS", self.alignment.bias),
-            flag("ALIGNED_BOOLEAN_MASK", self.alignment.boolean_mask),
             flag("MODIFIES_SCORES", self.modifies_scores()),
+            flag("HAS_PRODUCT_DERIVATIVE", self.has_product_derivative()),
             flag("NATURAL_SCORES", self.has_natural_scores()),
             define("ELEMENT_BYTES", self.element.bytes() as i64),
             define("BIAS_BYTES", self.bias_bytes() as i64),
@@ -164,6 +250,7 @@ impl Specialization {
             define("VALUE_COLUMNS", self.value_columns() as i64),
             define("HEAD_PITCH", self.head_pitch() as i64),
             define("VALUE_PITCH", self.value_pitch() as i64),
-        ]
+        ]);
+        defines
     }
 }

@@ -1,7 +1,40 @@
 //! The options of masks, scores and positions.
 
-use super::{LocalWindow, MultiHeadAttentionConfig};
+use candle_core::{Result, bail};
+
+use super::{LocalWindow, MultiHeadAttentionConfig, OP};
 use crate::position::{AlibiConfig, AttentionTemperature, ContentPositions, RelativeBiasConfig, RopeConfig};
+use crate::sdpa::SdpaOptions;
+use candle_attention_modules::base::{Synonym, number};
+
+/// Other names of the options of masks, scores and positions.
+pub(super) const SYNONYMS_OF_ATTENTION: &[Synonym] = &[
+    Synonym::of("causal", &["is_causal", "use_causal_mask", "is_decoder"], "`causal`"),
+    Synonym::of(
+        "context_length",
+        &["max_position_embeddings", "max_seq_len", "max_seq_length", "block_size", "n_positions", "n_ctx"],
+        "`context_length`",
+    ),
+    Synonym::of("window", &["sliding_window", "window_size", "attention_window", "local_attention"], "`window`"),
+    Synonym::of("local_window", &["band", "local_window_size"], "`local_window`, as {\"left\": .., \"right\": ..}"),
+    Synonym::of("chunk", &["attention_chunk_size", "chunk_size"], "`chunk`"),
+    Synonym::of("softcap", &["attn_logit_softcapping", "logit_softcap", "logits_soft_cap", "soft_cap"], "`softcap`"),
+    Synonym::of("scale", &["softmax_scale", "scaling", "attention_multiplier", "sm_scale"], "`scale`"),
+    Synonym::of("scale", &["query_pre_attn_scalar"], "`scale`, one over its square root"),
+    Synonym::of("sinks", &["attention_sinks", "attn_sinks", "use_sinks", "sink"], "`sinks`"),
+    Synonym::of("rope", &["rope_theta", "rotary_emb_base", "rope_base", "rope_freq_base"], "`rope`, as {\"base\": ..}"),
+    Synonym::of("rope", &["rope_scaling", "rope_parameters"], "`scaling` of `rope`"),
+    Synonym::of("rope", &["rotary_dim", "partial_rotary_factor", "rotary_pct"], "`rotary_dim` of `rope`"),
+    Synonym::of("rope", &["rotary", "rotary_emb", "rope_config"], "`rope`"),
+    Synonym::of("attention_temperature", &["query_scaling", "attn_temperature_tuning"], "`attention_temperature`"),
+    Synonym::of("alibi", &["use_alibi", "alibi_slopes"], "`alibi`"),
+    Synonym::of("relative_bias", &["distance_bias", "relative_attention_bias"], "`relative_bias`"),
+    Synonym::of(
+        "dropout",
+        &["attention_dropout", "attn_pdrop", "dropout_p", "dropout_rate", "attn_dropout"],
+        "`dropout`",
+    ),
+];
 
 /// The keys that a query attends to. These options are combined with AND, with each other and with the mask of a call.
 impl MultiHeadAttentionConfig {
@@ -143,6 +176,32 @@ impl MultiHeadAttentionConfig {
     /// Returns the factor on q kᵀ.
     pub(crate) fn score_scale(&self) -> f64 {
         self.scale.unwrap_or(1.0 / (self.head_dim() as f64).sqrt())
+    }
+
+    /// Returns the options of a call with the numbers that the layer sets for scores.
+    pub(crate) fn with_score_numbers(&self, options: SdpaOptions) -> SdpaOptions {
+        options.with_scale(self.score_scale()).with_softcap(self.softcap)
+    }
+
+    /// Checks the numbers of the options of masks and scores, each by itself.
+    pub(super) fn validate_attention_numbers(&self) -> Result<()> {
+        number::size(OP, "context_length", self.context_length)?;
+        number::size(OP, "window", self.window)?;
+        number::size(OP, "chunk", self.chunk)?;
+        number::above_zero(OP, "softcap", self.softcap)?;
+        number::finite(OP, "scale", self.scale)?;
+        number::probability(OP, "dropout", self.dropout)
+    }
+
+    /// Checks the options of scores beside relative positions of a grid, which become part of the queries.
+    pub(super) fn validate_scores_beside_grid(&self, op: &str) -> Result<()> {
+        if self.softcap.is_some() {
+            bail!("[{op}] softcap is set, which bounds scores before relative positions of a grid are added")
+        }
+        if self.scale.is_some_and(|scale| scale as f32 == 0.0) {
+            bail!("[{op}] scale is 0, expected another beside relative positions of a grid")
+        }
+        Ok(())
     }
 }
 

@@ -5,7 +5,7 @@ mod projections;
 mod stored;
 mod validate;
 
-pub(crate) use stored::SYNONYMS;
+pub(crate) use stored::synonyms;
 
 use serde::{Deserialize, Serialize};
 

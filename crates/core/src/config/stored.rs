@@ -3,12 +3,19 @@
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::attention::SYNONYMS_OF_ATTENTION;
 use super::{KvSharing, MultiHeadAttentionConfig};
 use crate::position::{AlibiConfig, ContentPositions};
 use candle_attention_modules::base::{Synonym, explain_unknown_field, optional_variant, variant};
 
-/// The names that PyTorch, transformers, JAX, other libraries and earlier versions have for the options of a layer.
-pub(crate) const SYNONYMS: &[Synonym] = &[
+/// Returns the names that PyTorch, transformers, JAX, other libraries and earlier versions have for the options of a
+/// layer.
+pub(crate) fn synonyms() -> Vec<Synonym> {
+    [SYNONYMS_OF_SHAPES, SYNONYMS_OF_ATTENTION].concat()
+}
+
+/// Other names of the options of the shape, the projections and the gates of a layer, and of parts of a config.
+const SYNONYMS_OF_SHAPES: &[Synonym] = &[
     Synonym::of(
         "num_heads",
         &["num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_q_heads"],
@@ -51,36 +58,11 @@ pub(crate) const SYNONYMS: &[Synonym] = &[
     Synonym::of("out_bias", &["o_bias", "proj_bias", "out_proj_bias", "dense_bias"], "`out_bias`"),
     Synonym::of("bias_kv", &["add_bias_kv"], "`bias_kv`"),
     Synonym::of("num_mem_kv", &["mem_kv", "memory_kv"], "`num_mem_kv`"),
-    Synonym::of("causal", &["is_causal", "use_causal_mask", "is_decoder"], "`causal`"),
-    Synonym::of(
-        "context_length",
-        &["max_position_embeddings", "max_seq_len", "max_seq_length", "block_size", "n_positions", "n_ctx"],
-        "`context_length`",
-    ),
-    Synonym::of("window", &["sliding_window", "window_size", "attention_window", "local_attention"], "`window`"),
-    Synonym::of("local_window", &["band", "local_window_size"], "`local_window`, as {\"left\": .., \"right\": ..}"),
-    Synonym::of("chunk", &["attention_chunk_size", "chunk_size"], "`chunk`"),
     Synonym::of("clip_qkv", &["qkv_clip", "clip"], "`clip_qkv`"),
-    Synonym::of("softcap", &["attn_logit_softcapping", "logit_softcap", "logits_soft_cap", "soft_cap"], "`softcap`"),
-    Synonym::of("scale", &["softmax_scale", "scaling", "attention_multiplier", "sm_scale"], "`scale`"),
-    Synonym::of("scale", &["query_pre_attn_scalar"], "`scale`, one over its square root"),
-    Synonym::of("sinks", &["attention_sinks", "attn_sinks", "use_sinks", "sink"], "`sinks`"),
     Synonym::of("qk_norm", &["qk_layernorm", "use_qk_norm", "q_norm", "k_norm", "normalize_qk"], "`qk_norm`"),
-    Synonym::of("rope", &["rope_theta", "rotary_emb_base", "rope_base", "rope_freq_base"], "`rope`, as {\"base\": ..}"),
-    Synonym::of("rope", &["rope_scaling", "rope_parameters"], "`scaling` of `rope`"),
-    Synonym::of("rope", &["rotary_dim", "partial_rotary_factor", "rotary_pct"], "`rotary_dim` of `rope`"),
-    Synonym::of("rope", &["rotary", "rotary_emb", "rope_config"], "`rope`"),
-    Synonym::of("attention_temperature", &["query_scaling", "attn_temperature_tuning"], "`attention_temperature`"),
-    Synonym::of("alibi", &["use_alibi", "alibi_slopes"], "`alibi`"),
-    Synonym::of("relative_bias", &["distance_bias", "relative_attention_bias"], "`relative_bias`"),
     Synonym::of("output_gate", &["gate", "attn_output_gate"], "`output_gate`"),
     Synonym::of("output_norm", &["context_norm", "attn_sub_norm"], "`output_norm`"),
     Synonym::of("kv_sharing", &["kv_source", "attention_k_eq_v"], "`kv_sharing`"),
-    Synonym::of(
-        "dropout",
-        &["attention_dropout", "attn_pdrop", "dropout_p", "dropout_rate", "attn_dropout"],
-        "`dropout`",
-    ),
     // Parts of the config, and the config of latent attention.
     Synonym::of("base", &["theta", "rope_theta"], "`base`"),
     Synonym::of("layout", &["place"], "`layout`"),
@@ -98,7 +80,7 @@ impl Serialize for MultiHeadAttentionConfig {
 
 impl<'de> Deserialize<'de> for MultiHeadAttentionConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Self::deserialize(deserializer).map_err(|error| explain_unknown_field(error, SYNONYMS))
+        Self::deserialize(deserializer).map_err(|error| explain_unknown_field(error, &synonyms()))
     }
 }
 
@@ -140,7 +122,7 @@ mod tests {
     #[test]
     fn names_of_other_libraries_name_the_option_of_the_config() {
         let other_structs = ["base", "layout", "rope_head_dim", "nope_head_dim"];
-        for synonym in SYNONYMS.iter().filter(|synonym| !other_structs.contains(&synonym.field)) {
+        for synonym in synonyms().iter().filter(|synonym| !other_structs.contains(&synonym.field)) {
             for name in synonym.names {
                 let text = error_of(&format!(r#"{{"embed_dim": 8, "num_heads": 4, "{name}": 2}}"#));
                 let expected = format!("unknown field `{name}`, did you mean {}? at line", synonym.advice);
@@ -154,10 +136,11 @@ mod tests {
     #[test]
     fn synonyms_are_no_options_and_occur_once_for_a_field() {
         let known = serde_json::to_value(MultiHeadAttentionConfig::new(8, 4)).expect("JSON");
-        for (i, synonym) in SYNONYMS.iter().enumerate() {
+        let all = synonyms();
+        for (i, synonym) in all.iter().enumerate() {
             for name in synonym.names {
                 assert!(known.get(name).is_none(), "{name} is an option");
-                let other = SYNONYMS[..i].iter().find(|other| other.names.contains(name));
+                let other = all[..i].iter().find(|other| other.names.contains(name));
                 assert!(other.is_none_or(|other| other.field != synonym.field), "{name} occurs twice");
             }
         }

@@ -48,16 +48,11 @@ impl MultiHeadAttentionConfig {
         number::size(OP, "out_dim", self.out_dim)?;
         number::size(OP, "kdim", self.kdim)?;
         number::size(OP, "vdim", self.vdim)?;
-        number::size(OP, "context_length", self.context_length)?;
-        number::size(OP, "window", self.window)?;
-        number::size(OP, "chunk", self.chunk)?;
+        self.validate_attention_numbers()?;
         number::above_zero(OP, "clip_qkv", self.clip_qkv)?;
-        number::above_zero(OP, "softcap", self.softcap)?;
-        number::finite(OP, "scale", self.scale)?;
         norm::check_epsilon(OP, "qk_norm", self.qk_norm)?;
         number::epsilon(OP, "value_norm", self.value_norm)?;
-        norm::check_epsilon(OP, "output_norm", self.output_norm)?;
-        number::probability(OP, "dropout", self.dropout)
+        norm::check_epsilon(OP, "output_norm", self.output_norm)
     }
 
     /// Checks the numbers of heads, their widths and the width of the output.
@@ -186,14 +181,7 @@ impl MultiHeadAttentionConfig {
         let h = self.num_heads;
         let h_kv = self.num_kv_heads();
         match positions {
-            ContentPositions::Grid { .. } => {
-                if self.softcap.is_some() {
-                    bail!("[{OP}] softcap is set, which bounds scores before relative positions of a grid are added")
-                }
-                if self.scale.is_some_and(|scale| scale as f32 == 0.0) {
-                    bail!("[{OP}] scale is 0, expected another beside relative positions of a grid")
-                }
-            }
+            ContentPositions::Grid { .. } => self.validate_scores_beside_grid(OP)?,
             ContentPositions::CosineWindow { .. } => {
                 if let Some(scale) = self.scale {
                     bail!("[{OP}] scale is {scale}, expected none beside the factors of cosine scores")

@@ -187,8 +187,7 @@ impl MultiHeadAttention {
     /// Returns the options of attention that the call and the layer set.
     fn options_of_call(&self, input: &AttentionInput) -> Result<SdpaOptions> {
         let cfg = &self.config;
-        let mut options = input.options(cfg.dropout()).with_scale(cfg.score_scale());
-        options.softcap = cfg.softcap();
+        let mut options = cfg.with_score_numbers(input.options(cfg.dropout()));
         options.sinks = self.parameters.tensor("sinks")?;
         Ok(options)
     }

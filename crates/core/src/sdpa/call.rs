@@ -9,7 +9,7 @@ use super::paged::PagedSequences;
 use crate::mask::{
     AttentionMask, CallRanges, FullyMaskedRows, ListedKeys, ListedSequence, RowRanges, sequences_of_batch,
 };
-use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, ScoreModifiers};
+use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, ScoreFormat};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, is_addressable, transpose_linked};
 
@@ -215,16 +215,7 @@ impl Call {
                 kv_scales: scales.cloned(),
                 pages: None,
                 keys,
-                scores: ScoreModifiers {
-                    scale: options.scale.unwrap_or(1.0 / (dims.d as f64).sqrt()),
-                    softcap: options.softcap,
-                    alibi_slopes: options.alibi_slopes.clone(),
-                    relative_bias: options.relative_bias.clone(),
-                    bias,
-                    boolean_mask: bool_mask,
-                    sinks: options.sinks.clone(),
-                    dropout: None,
-                },
+                scores: options.modifiers(dims.d, bias, bool_mask),
                 output_layout: if is_packed { OutputLayout::Bthd } else { options.output_layout },
             },
             fully_masked_rows: mask.fully_masked_rows(),
@@ -234,7 +225,11 @@ impl Call {
             lists_obstacle: None,
         };
         let distances = (call.most_queries() + call.most_keys()).saturating_sub(1);
-        options.check(op, &call.attention.q, distances, dtype)?;
+        let format = if dtype == DType::F64 { ScoreFormat::F64 } else { ScoreFormat::F32 };
+        if let Err(reason) = call.attention.scores.check_numbers(format) {
+            bail!("[{op}] {reason}")
+        }
+        options.check(op, &call.attention.q, distances)?;
         Ok(call)
     }
 

@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
-use candle_core::{D, DType, Result, Tensor};
+use candle_core::{D, Result, Tensor};
 
+use candle_attention_call::ScoreModifiers;
 use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::base::{Dim, Expect, OptionalRef, number};
 use candle_attention_modules::init::TorchSeed;
@@ -174,17 +175,29 @@ impl SdpaOptions {
         Ok(Self { relative_bias: Some(Tensor::stack(&by_sequence, 0)?), ..self.clone() })
     }
 
-    /// Checks the options for queries (B, H, T_q, D) and scores of a dtype. `distances` is T_q + T_kv - 1 of the
+    /// Returns the score modifiers of a call with queries of `d` numbers, and with the tensors of its mask. Dropout is
+    /// drawn later.
+    pub(super) fn modifiers(
+        &self,
+        d: usize,
+        bias: Option<Tensor>,
+        boolean_mask: Option<Tensor>,
+    ) -> ScoreModifiers<Tensor> {
+        ScoreModifiers {
+            scale: self.scale.unwrap_or(1.0 / (d as f64).sqrt()),
+            softcap: self.softcap,
+            alibi_slopes: self.alibi_slopes.clone(),
+            relative_bias: self.relative_bias.clone(),
+            bias,
+            boolean_mask,
+            sinks: self.sinks.clone(),
+            dropout: None,
+        }
+    }
+
+    /// Checks the tensors and the dropout of a call with queries (B, H, T_q, D). `distances` is T_q + T_kv - 1 of the
     /// longest sequence.
-    pub(super) fn check(&self, op: &str, q: &Tensor, distances: usize, scores: DType) -> Result<()> {
-        // The factors, and one over the softcap, have to be numbers of the dtype of the scores too.
-        let smallest = if scores == DType::F64 { f64::MIN_POSITIVE } else { f32::MIN_POSITIVE.into() };
-        let largest = if scores == DType::F64 { f64::MAX } else { f32::MAX.into() };
-        let is_finite = |scale: f64| scale.abs() <= largest;
-        number::expect(op, "scale", self.scale, is_finite, format_args!("a finite number in {scores:?}"))?;
-        let is_in_range = |softcap: f64| (smallest..=largest).contains(&softcap);
-        let expected = format_args!("a finite number above zero in {scores:?}");
-        number::expect(op, "softcap", self.softcap, is_in_range, expected)?;
+    pub(super) fn check(&self, op: &str, q: &Tensor, distances: usize) -> Result<()> {
         number::probability(op, "dropout", self.dropout)?;
 
         let b = Dim::Named("B", q.dim(0)?);

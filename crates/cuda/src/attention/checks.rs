@@ -1,7 +1,8 @@
 //! The sizes of a call, and the checks that its tensors fit together.
 
 use candle_attention_call::{
-    AttentionDims, BoundedKeys, DropoutMask, FirstPosition, Intervals, KvPages, KvScales, PackedLengths, ScoreModifiers,
+    AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Input, Intervals, KvPages, KvScales, PackedLengths,
+    ScoreFormat,
 };
 use candle_core::{DType, Tensor};
 
@@ -180,51 +181,49 @@ fn check_rows(call: &CudaCall) -> Result<(), Unsupported> {
 
 /// Checks the score modifiers.
 fn check_scores(call: &CudaCall, sizes: &CallSizes) -> Result<(), Unsupported> {
-    let ScoreModifiers { scale, softcap, alibi_slopes, relative_bias, bias, boolean_mask, sinks, dropout } =
-        &call.scores;
-    expect((*scale as f32).is_finite(), || format!("the scale is {scale}, expected a finite number"))?;
-    if let &Some(softcap) = softcap {
-        let is_normal = (softcap as f32).is_normal() && softcap > 0.0;
-        expect(is_normal, || format!("the softcap is {softcap}, expected a finite number above 0"))?;
+    call.scores.check_numbers(ScoreFormat::F32).map_err(Unsupported::new)?;
+    if let Some(Dropout { mask: DropoutMask::KeptBits(_), .. }) = call.scores.dropout {
+        return Err(Unsupported::new("a bit for each weight was given, expected a seed of dropout"));
     }
-    for (name, tensor) in [("alibi_slopes", alibi_slopes), ("sinks", sinks)] {
-        if let Some(tensor) = tensor {
-            check_vector(name, tensor, DType::F32, sizes.heads)?;
-        }
-    }
-    if let Some(biases) = relative_bias {
-        let (dims, entries) = (biases.dims(), sizes.distances());
-        let fits = [1, sizes.batch].iter().any(|&batch| dims == [batch, sizes.heads, entries]);
-        expect(fits, || {
-            format!("the relative bias has shape {dims:?}, expected ({} or 1, {}, {entries})", sizes.batch, sizes.heads)
-        })?;
-        let is_f32 = biases.dtype() == DType::F32;
-        expect(is_f32, || format!("the relative bias is {:?}, expected f32", biases.dtype()))?;
-        expect(entries == 1 || biases.stride()[2] == 1, || {
-            "the last dimension of the relative bias is not contiguous".into()
-        })?;
-    }
-    if let Some(bias) = bias {
-        let fits = [DType::F32, call.q.dtype()].contains(&bias.dtype());
-        expect(fits, || format!("the bias is {:?}, expected f32 or {:?}", bias.dtype(), call.q.dtype()))?;
-        check_broadcast("the bias", bias, call, sizes)?;
-    }
-    if let Some(mask) = boolean_mask {
-        expect(mask.dtype() == DType::U8, || format!("the boolean mask is {:?}, expected u8", mask.dtype()))?;
-        check_broadcast("the boolean mask", mask, call, sizes)?;
-    }
-    if let Some(dropout) = dropout {
-        let p = dropout.p;
-        expect((0.0..=1.0).contains(&p), || format!("the dropout probability is {p}, expected 0 to 1"))?;
-        match &dropout.mask {
-            DropoutMask::Philox(_) => {}
-            DropoutMask::PhiloxOnDevice(seed) => check_vector("the seed of dropout", seed, DType::U32, 2)?,
-            DropoutMask::KeptBits(_) => {
-                return Err(Unsupported::new("a bit for each weight was given, expected a seed of dropout"));
-            }
-        }
-    }
+    call.scores.map(&mut |input, tensor| check_modifier(input, tensor, call, sizes))?;
     Ok(())
+}
+
+/// Checks a tensor of the score modifiers.
+fn check_modifier(input: Input, tensor: &Tensor, call: &CudaCall, sizes: &CallSizes) -> Result<(), Unsupported> {
+    let name = input.name();
+    match input {
+        Input::AlibiSlopes | Input::Sinks => check_vector(name, tensor, DType::F32, sizes.heads),
+        Input::RelativeBias => check_relative_bias(tensor, sizes),
+        Input::Bias => {
+            let fits = [DType::F32, call.q.dtype()].contains(&tensor.dtype());
+            expect(fits, || format!("{name} is {:?}, expected f32 or {:?}", tensor.dtype(), call.q.dtype()))?;
+            check_broadcast(name, tensor, call, sizes)
+        }
+        Input::BooleanMask => {
+            expect(tensor.dtype() == DType::U8, || format!("{name} is {:?}, expected u8", tensor.dtype()))?;
+            check_broadcast(name, tensor, call, sizes)
+        }
+        Input::Dropout => check_vector(name, tensor, DType::U32, 2),
+        // Not among the modifiers.
+        Input::Q | Input::K | Input::V | Input::KeyScales | Input::ValueScales | Input::PageTable => Ok(()),
+        Input::FirstPositions | Input::Starts | Input::Lengths | Input::Prefixes => Ok(()),
+        Input::IntervalStarts | Input::IntervalEnds | Input::CumulativeQueries | Input::CumulativeKeys => Ok(()),
+    }
+}
+
+/// Checks a relative bias.
+fn check_relative_bias(biases: &Tensor, sizes: &CallSizes) -> Result<(), Unsupported> {
+    let (dims, entries) = (biases.dims(), sizes.distances());
+    let fits = [1, sizes.batch].iter().any(|&batch| dims == [batch, sizes.heads, entries]);
+    expect(fits, || {
+        format!("the relative bias has shape {dims:?}, expected ({} or 1, {}, {entries})", sizes.batch, sizes.heads)
+    })?;
+    let is_f32 = biases.dtype() == DType::F32;
+    expect(is_f32, || format!("the relative bias is {:?}, expected f32", biases.dtype()))?;
+    expect(entries == 1 || biases.stride()[2] == 1, || {
+        "the last dimension of the relative bias is not contiguous".into()
+    })
 }
 
 /// Checks a tensor that is broadcast to the scores (B, H, T_q, T_kv).

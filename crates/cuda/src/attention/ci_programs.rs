@@ -4,7 +4,7 @@ use crate::capability::Limits;
 use crate::ci_programs::CiProgram;
 use crate::element::ElementType;
 use crate::program::{KernelShape, Program};
-use crate::specialization::{Alignment, BiasElement, ModifierGradients, Specialization};
+use crate::specialization::{Alignment, BiasElement, ModifierGradients, NamedSpecialization, Specialization};
 use crate::tiles::{BackwardTile, DecodeTile, ForwardLength, ForwardTile};
 
 /// Head dimensions of q and k, and of v.
@@ -60,34 +60,7 @@ fn modifier_cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for head in [64, 128] {
         let plain = Specialization::plain(ElementType::Bf16, head, head);
-        let gradients = plain.gradients;
-        let slopes = ModifierGradients { slopes: true, ..gradients };
-        let relative_bias = ModifierGradients { relative_bias: true, ..gradients };
-        let bias = ModifierGradients { bias: true, ..gradients };
-        let all = Specialization {
-            softcap: true,
-            alibi: true,
-            relative_bias: true,
-            bias: Some(BiasElement::F32),
-            boolean_mask: true,
-            dropout: true,
-            gradients: ModifierGradients { bias: true, slopes: true, relative_bias: true },
-            ..plain
-        };
-        let named = [
-            ("softcap", Specialization { softcap: true, ..plain }),
-            ("alibi", Specialization { alibi: true, gradients: slopes, ..plain }),
-            ("relative bias", Specialization { relative_bias: true, gradients: relative_bias, ..plain }),
-            ("bias", Specialization { bias: Some(BiasElement::Element), ..plain }),
-            ("f32 bias", Specialization { bias: Some(BiasElement::F32), gradients: bias, ..plain }),
-            ("boolean mask", Specialization { boolean_mask: true, ..plain }),
-            ("bias and boolean mask", Specialization { bias: Some(BiasElement::F32), boolean_mask: true, ..plain }),
-            ("dropout", Specialization { dropout: true, ..plain }),
-            ("scale below 0", Specialization { positive_scale: false, ..plain }),
-            ("all modifiers", all),
-            ("all modifiers but dropout", Specialization { dropout: false, ..all }),
-        ];
-        for (name, specialization) in named {
+        for NamedSpecialization { name, specialization } in plain.with_modifiers() {
             let is_quick = head == 64 && name.starts_with("all modifiers");
             cases.push(Case { name: format!("bf16 d{head} {name}"), specialization, is_quick });
         }

@@ -266,10 +266,10 @@ impl BackwardTile {
         self.is_fused() || self.keys.warps_per_keys > 1 || specialization.gradients.relative_bias
     }
 
-    /// Returns whether a block has the gradients of relative biases besides: they are taken behind the softcap, those
-    /// of products before it.
+    /// Returns whether a block has the gradients of relative biases besides: those of scores, where the gradients of
+    /// products are others.
     fn shares_bias_gradients(specialization: &Specialization) -> bool {
-        specialization.gradients.relative_bias && specialization.softcap
+        specialization.gradients.relative_bias && specialization.has_product_derivative()
     }
 
     /// Returns the bytes of the statistics, the deltas and the intervals of a tile of queries.

@@ -5,44 +5,7 @@ use super::{BackwardTile, DecodeTile, ForwardTile, KernelSet, QueryGradient};
 use crate::element::ElementType;
 use crate::given::Given;
 use crate::program::Program;
-use crate::specialization::{Alignment, BiasElement, ModifierGradients, Specialization};
-
-fn bias(given: &mut Given) -> Result<Option<BiasElement>, String> {
-    match given.take("HAS_BIAS", 0) {
-        0 => Ok(None),
-        1 => Ok(Some(BiasElement::Element)),
-        2 => Ok(Some(BiasElement::F32)),
-        other => Err(format!("HAS_BIAS is {other}, expected 0, 1 or 2")),
-    }
-}
-
-fn specialization(given: &mut Given) -> Result<Specialization, String> {
-    let element = given.element()?;
-    let head_dim = given.take("HEAD_DIM", 128);
-    let value_dim = given.take("VALUE_DIM", head_dim);
-    Ok(Specialization {
-        key_codes: given.flag("KEY_CODES", false),
-        key_pages: given.flag("KEY_PAGES", false),
-        softcap: given.flag("HAS_SOFTCAP", false),
-        alibi: given.flag("HAS_ALIBI", false),
-        relative_bias: given.flag("HAS_RELATIVE_BIAS", false),
-        bias: bias(given)?,
-        boolean_mask: given.flag("HAS_BOOLEAN_MASK", false),
-        dropout: given.flag("HAS_DROPOUT", false),
-        positive_scale: !given.flag("MODIFIES_SCORES", false),
-        gradients: ModifierGradients {
-            bias: given.flag("BIAS_GRADIENT", false),
-            slopes: given.flag("SLOPE_GRADIENT", false),
-            relative_bias: given.flag("RELATIVE_BIAS_GRADIENT", false),
-        },
-        alignment: Alignment {
-            rows: given.flag("ALIGNED_ROWS", true),
-            bias: given.flag("ALIGNED_BIAS", true),
-            boolean_mask: given.flag("ALIGNED_BOOLEAN_MASK", true),
-        },
-        ..Specialization::plain(element, head_dim, value_dim)
-    })
-}
+use crate::specialization::Specialization;
 
 fn forward(given: &mut Given, is_f32: bool) -> ForwardTile {
     ForwardTile {
@@ -87,7 +50,7 @@ fn backward(given: &mut Given, is_f32: bool) -> BackwardTile {
 pub(crate) fn program_of_options(options: &str) -> Result<Program, String> {
     let mut given = Given::parse(options)?;
     let set = given.take("KERNEL_SET", 7);
-    let specialization = specialization(&mut given)?;
+    let specialization = Specialization::of_constants(&mut given)?;
     let is_f32 = specialization.element == ElementType::F32;
     let (forward, decode) = (forward(&mut given, is_f32), decode(&mut given));
     let backward = backward(&mut given, is_f32);

@@ -5,7 +5,7 @@ use super::problem::{CpuCall, KeysOfQueries};
 use super::relative_bias::TileRelativeBias;
 use crate::error::{Error, check_len};
 use crate::number::Strided;
-use candle_attention_call::{AttentionCall, AttentionDims, ScoreModifiers};
+use candle_attention_call::{AttentionCall, AttentionDims, ScoreFormat, ScoreModifiers};
 
 /// ALiBi: `-slope · |position - key|` is added to a score.
 #[derive(Debug, Clone, Copy)]
@@ -62,6 +62,7 @@ impl<'a> TileModifiers<'a> {
         let KeysOfQueries { ranges, positions, diagonals } = *keys;
         let ScoreModifiers { scale, softcap, alibi_slopes, relative_bias, bias, boolean_mask, sinks, dropout } = scores;
         let AttentionDims { b, h, t_q, t_kv, .. } = *dims;
+        scores.check_numbers(ScoreFormat::F32).map_err(Error::Range)?;
         let mut modifiers = Self {
             scale: *scale,
             softcap: softcap.map(|softcap| softcap as f32),
@@ -110,6 +111,12 @@ impl TileModifiers<'_> {
     /// Returns whether scores are modified by more than a factor between the product and the softmax.
     pub(super) fn modifies_scores(&self) -> bool {
         self.softcap.is_some() || self.alibi.is_some() || self.has_bias()
+    }
+
+    /// Returns whether the derivative of a score with respect to its product is another number than the scale, for
+    /// each pair of a query and a key.
+    pub(super) fn has_product_derivative(&self) -> bool {
+        self.softcap.is_some()
     }
 
     /// Returns whether a bias of any size is added to scores.

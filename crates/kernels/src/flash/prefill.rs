@@ -96,7 +96,7 @@ impl<S: Stored> TileBlock<'_, '_, S> {
                 scores,
                 staging: workspace.staging.as_mut_ptr(),
                 dropout: workspace.dropout.as_mut_ptr(),
-                cap_derivatives: None,
+                product_derivatives: None,
             };
             let scores_out = workspace.statistics.as_mut().map(|memory| {
                 let first = index * inputs.dims.t_kv + overlap.keys.start;

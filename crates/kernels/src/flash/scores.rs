@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::dropout_factors::DropoutFactors;
 use super::inputs::CheckedCall;
-use super::options::{ScoreUnits, TileAlibi};
+use super::options::{ScoreUnits, TileAlibi, TileModifiers};
 use super::relative_bias::{RelativeBiasTable, TileRelativeBias};
 use super::tile::Tile;
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, SimdTask, Vector, tanh};
@@ -28,8 +28,9 @@ pub(super) struct TileScores<'a> {
     pub staging: *mut f32,
     /// Takes a dropout factor for each score, if weights are dropped.
     pub dropout: *mut f32,
-    /// Takes the derivative of the softcap for each score, in a backward pass with a softcap.
-    pub cap_derivatives: Option<*mut f32>,
+    /// Takes the derivative of each score with respect to its product times the scale, in a backward pass with
+    /// [`has_product_derivative`](TileModifiers::has_product_derivative).
+    pub product_derivatives: Option<*mut f32>,
 }
 
 /// The entries of a tensor are added to the scores.
@@ -64,7 +65,7 @@ impl SimdTask for &TileScores<'_> {
             if options.modifies_scores() {
                 self.cap::<K::Vector>();
                 if let Some(softcap) = options.softcap
-                    && let Some(to) = self.cap_derivatives
+                    && let Some(to) = self.product_derivatives
                 {
                     self.derive_cap::<K::Vector>(softcap, to);
                 }

@@ -9,6 +9,7 @@ use serde::de::{Deserialize, Deserializer, Error, IntoDeserializer, MapAccess, V
 use super::{edits, nearest};
 
 /// Names that other libraries or earlier versions have for something that a config has under another name.
+#[derive(Debug, Clone, Copy)]
 pub struct Synonym {
     /// The other names.
     pub names: &'static [&'static str],

@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::OP;
-use crate::config::SYNONYMS;
+use crate::config::synonyms;
 use crate::layer::indexer::IndexerConfig;
 use crate::position::{RopeConfig, RopeStyle, score_factor};
 use candle_attention_modules::base::{explain_unknown_field, number};
@@ -59,7 +59,7 @@ impl Serialize for MultiHeadLatentAttentionConfig {
 
 impl<'de> Deserialize<'de> for MultiHeadLatentAttentionConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        Self::deserialize(deserializer).map_err(|error| explain_unknown_field(error, SYNONYMS))
+        Self::deserialize(deserializer).map_err(|error| explain_unknown_field(error, &synonyms()))
     }
 }
 

@@ -64,8 +64,7 @@ fn obstacle(call: &Call, wanted: RequestedResults) -> Result<Option<&'static str
     if call.fully_masked_rows == FullyMaskedRows::Uniform {
         return Ok(Some("fully masked rows are uniform over all keys"));
     }
-    let has_tensor = scores.bias.is_some() || scores.boolean_mask.is_some();
-    if has_tensor || scores.alibi_slopes.is_some() || scores.relative_bias.is_some() {
+    if scores.depends_on_keys() {
         return Ok(Some("the call has a bias or a boolean mask"));
     }
     if call.attention.kv_scales.is_some() && call.tracks_gradients() {

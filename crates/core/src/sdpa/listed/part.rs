@@ -145,7 +145,6 @@ impl ListedPart {
     /// Returns the call of the part: a batch of blocks of queries.
     pub fn call(&self, whole: &Call, tensors: &PartTensors) -> Result<Call> {
         let SelectedRows { blocks, n, .. } = self.selected;
-        let ScoreModifiers { scale, softcap, .. } = &whole.attention.scores;
         let boolean_mask = match &self.mask {
             Some(mask) => {
                 let shape = (blocks, (), self.query_block, n);
@@ -164,12 +163,11 @@ impl ListedPart {
                 kv_scales: tensors.kv_scales.clone(),
                 pages: None,
                 keys: MaskedKeys { ranges, sequences: None, pages: None, lists: Vec::new() },
+                // No modifier of the whole call depends on keys.
                 scores: ScoreModifiers {
-                    scale: *scale,
-                    softcap: *softcap,
                     sinks: tensors.sinks.clone(),
                     boolean_mask,
-                    ..ScoreModifiers::default()
+                    ..whole.attention.scores.clone()
                 },
                 output_layout: OutputLayout::Bhtd,
             },

@@ -11,7 +11,7 @@ mod tests;
 use std::fmt;
 use std::ops::Range;
 
-use candle_attention_call::{AttentionCall, AttentionDims as Dims, RequestedResults, ScoreModifiers};
+use candle_attention_call::{AttentionCall, AttentionDims as Dims, RequestedResults};
 use candle_core::{DType, Result, Tensor};
 
 use super::call::{Call, Qkv};
@@ -138,16 +138,6 @@ impl MetalCall {
 fn check(call: &Call, wanted: RequestedResults) -> Supported<()> {
     let AttentionCall { dims, q, scores, .. } = &call.attention;
     let Dims { t_q, d, d_v, .. } = *dims;
-    let &ScoreModifiers {
-        scale,
-        softcap,
-        ref alibi_slopes,
-        ref relative_bias,
-        ref bias,
-        ref boolean_mask,
-        ref sinks,
-        dropout: _,
-    } = scores;
     if !DTYPES.contains(&q.dtype()) {
         return Err(format!("computes in {DTYPES:?}, and the inputs are {:?}", q.dtype()));
     }
@@ -163,14 +153,9 @@ fn check(call: &Call, wanted: RequestedResults) -> Supported<()> {
     if wanted.statistics.is_some() {
         return Err("has no statistics of weights".into());
     }
-    for (name, tensor) in [("sinks", sinks), ("relative bias", relative_bias), ("ALiBi", alibi_slopes)] {
-        if tensor.is_some() {
-            return Err(format!("has no {name}"));
-        }
-    }
     // It has a softcap for one query alone, and reads 1.0 as no softcap.
-    if softcap.is_some() {
-        return Err("has no softcap for several queries".into());
+    if let Some(name) = scores.names().first() {
+        return Err(format!("has no {name}"));
     }
     if call.dropout.is_some() {
         return Err("has no dropout".into());
@@ -178,15 +163,10 @@ fn check(call: &Call, wanted: RequestedResults) -> Supported<()> {
     if call.sequences().is_some() {
         return Err("has no packed sequences".into());
     }
-    if boolean_mask.is_some() {
-        return Err("has no boolean mask".into());
-    }
-    if bias.is_some() {
-        return Err("has no bias tensor".into());
-    }
     if d_v != d {
         return Err(format!("takes values as wide as keys, and D_v is {d_v} where D is {d}"));
     }
+    let scale = scores.scale;
     if !(LEAST_SCALE..=MOST_SCALE).contains(&scale) {
         return Err(format!("takes scales from {LEAST_SCALE:e} to {MOST_SCALE:e}, and this one is {scale:?}"));
     }

@@ -75,7 +75,7 @@ fn metal_refuses_calls_beyond_its_limits() -> Result<()> {
     for (qkv, options, expected) in [
         (with(5, 64, DType::F64)?, plain(), "computes in [F32, F16, BF16], and the inputs are F64"),
         (usual()?, plain().with_alibi_slopes(&heads), "has no ALiBi"),
-        (usual()?, plain().with_softcap(30.0), "has no softcap for several queries"),
+        (usual()?, plain().with_softcap(30.0), "has no softcap"),
         (with(5, 48, DType::F32)?, plain(), "has no kernel for D of 48 and 5 queries"),
         (with(1, 72, DType::F32)?, plain(), "has no kernel for D of 72 and 1 queries"),
         (with(5, 512, DType::F32)?, plain(), "has no kernel for D of 512 and 5 queries"),

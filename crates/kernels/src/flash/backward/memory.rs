@@ -143,8 +143,8 @@ pub(super) struct BackwardScratch {
     /// The products of values and gradients of outputs, (block, panel), which are gradients of weights and become
     /// gradients of scores.
     pub gradients: Scratch,
-    /// The derivative of the softcap, (block, panel).
-    pub cap_derivatives: Scratch,
+    /// The derivatives of scores with respect to products times the scale, (block, panel).
+    pub product_derivatives: Scratch,
     /// The dropout factors, (block, panel), where weights are dropped.
     pub dropout: Scratch,
     /// The weights in bf16, (block, panel / 2).
@@ -179,7 +179,7 @@ impl BackwardScratch {
             query_sums: Scratch::zeros(d.packed.row_squares * layout.panel),
             scores: Scratch::zeros(scores),
             gradients: Scratch::zeros(scores),
-            cap_derivatives: zeros_if(options.softcap.is_some(), scores),
+            product_derivatives: zeros_if(options.has_product_derivative(), scores),
             dropout: zeros_if(options.dropout.is_some(), scores),
             weight_halves: zeros_if(has_pairs, scores / 2),
             gradient_halves: zeros_if(has_pairs, scores / 2),

@@ -176,7 +176,7 @@ impl<E: Number> BackwardStep<'_, '_, E> {
                 scores: memory.scores.as_mut_ptr(),
                 staging: memory.staging.as_mut_ptr(),
                 dropout: memory.dropout.as_mut_ptr(),
-                cap_derivatives: Some(memory.cap_derivatives.as_mut_ptr()),
+                product_derivatives: Some(memory.product_derivatives.as_mut_ptr()),
             },
             gradients: memory.gradients.as_mut_ptr(),
             columns: &self.packed.columns,

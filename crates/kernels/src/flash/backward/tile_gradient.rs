@@ -34,9 +34,9 @@ impl SimdTask for TileGradient<'_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let scores = &self.scores;
-        let softcap = scores.inputs.options.softcap;
+        let has_derivative = scores.inputs.options.has_product_derivative();
         // Score modifiers take their gradients before the scale is applied.
-        let is_plain = softcap.is_none() && self.modifiers.is_none();
+        let is_plain = !has_derivative && self.modifiers.is_none();
         // SAFETY: the processor has the instruction set of K; the pointers are valid for a panel of the sizes that the
         // fields name.
         unsafe {
@@ -54,8 +54,8 @@ impl SimdTask for TileGradient<'_> {
                 modifiers.add::<K::Vector>(scores, self.gradients);
             }
             if !is_plain {
-                let cap_derivatives = if softcap.is_some() { scores.cap_derivatives } else { None };
-                self.apply_scale::<K::Vector>(cap_derivatives);
+                let derivatives = if has_derivative { scores.product_derivatives } else { None };
+                self.apply_scale::<K::Vector>(derivatives);
             }
         }
     }
@@ -108,22 +108,23 @@ impl TileGradient<'_> {
         }
     }
 
-    /// Turns the gradients of scores into gradients of products. `cap_derivatives` are the derivatives of the softcap.
+    /// Turns the gradients of scores into gradients of products. `derivatives` are those of scores with respect to
+    /// products times the scale; without them, they are 1.
     ///
     /// # Safety
     /// As [`SimdTask::run`].
     #[inline(always)]
-    unsafe fn apply_scale<V: Vector>(&self, cap_derivatives: Option<*mut f32>) {
+    unsafe fn apply_scale<V: Vector>(&self, derivatives: Option<*mut f32>) {
         // SAFETY: as this method's contract.
         unsafe {
             let scale = V::splat(self.scale);
             for at in self.scores.offsets::<V>() {
                 let mut gradient = V::load(self.gradients.add(at));
-                if let Some(derivatives) = cap_derivatives {
-                    let capped = gradient.mul(V::load(derivatives.add(at)));
+                if let Some(derivatives) = derivatives {
+                    let of_product = gradient.mul(V::load(derivatives.add(at)));
                     // A masked score may be any number, and its derivative NaN.
                     let is_zero = gradient.abs().less_than(V::splat(f32::MIN_POSITIVE));
-                    gradient = V::select(is_zero, gradient, capped);
+                    gradient = V::select(is_zero, gradient, of_product);
                 }
                 gradient.mul(scale).store(self.gradients.add(at));
             }

@@ -235,7 +235,7 @@ impl DecodeTask<'_, '_> {
                 scores: self.scores_of(index, keys.start),
                 staging: unused,
                 dropout: unused,
-                cap_derivatives: None,
+                product_derivatives: None,
             },
             depth: rows,
             pairs: unused,

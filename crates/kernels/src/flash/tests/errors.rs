@@ -125,6 +125,10 @@ fn score_options_beyond_their_slices_are_refused() {
         ..good
     };
     let cases = [
+        (
+            AttentionCall { scores: ScoreModifiers { softcap: Some(0.0), ..scores }, ..good },
+            "softcap is 0.0, expected a finite number above zero in F32",
+        ),
         (alibi(&[1.0], &[0.0]), "slopes has 1 elements, expected 2"),
         (alibi(&[1.0, 1.0], &[]), "positions has 0 elements, expected 1"),
         (
