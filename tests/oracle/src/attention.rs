@@ -1,21 +1,11 @@
-//! Attention in plain f64 loops, written from the design and not from the code of the crate: the reference for every
-//! implementation.
+//! Calls of attention with masks, biases and options, written from the design and not from the code of the crate.
+//! [`Problem`] computes them.
 //!
 //! A mask answers for one query and one key, [`Case::sees`]: there are no ranges, no broadcasting and no tensors.
 
 use crate::array::Array;
-
-/// The letters of the crate's glossary.
-#[derive(Debug, Clone, Copy)]
-pub struct Dims {
-    pub b: usize,
-    pub h: usize,
-    pub h_kv: usize,
-    pub t_q: usize,
-    pub t_kv: usize,
-    pub d: usize,
-    pub d_v: usize,
-}
+pub use crate::problem::Dims;
+use crate::problem::{Forward, Pair, Problem};
 
 /// One number a sequence, or one a query.
 #[derive(Debug, Clone)]
@@ -280,99 +270,66 @@ impl Case {
         alibi.chain(by_distance).chain(biases).collect()
     }
 
-    /// Returns the score of query i and key j before the mask, from their vectors, and the sum of the absolute values
-    /// behind it.
-    fn score(&self, index: [usize; 4], query: &[f64], key: &[f64]) -> (f64, f64) {
-        let scale = self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt());
-        let mut dot = 0.0;
-        let mut terms = 0.0;
-        for (x, y) in query.iter().zip(key) {
-            let product = x * y;
-            dot += product;
-            terms += finite(product);
-        }
-        let mut score = dot * scale;
-        let mut terms = terms * scale.abs();
-        if let Some(softcap) = self.options.softcap {
-            score = softcap * (score / softcap).tanh();
-        }
-        for term in self.bias_terms(index) {
-            score += term;
-            terms += finite(term);
-        }
-        (score, terms)
-    }
-
+    /// Computes the results of the call, and the sums of absolute terms behind them.
     pub fn attend(&self) -> Attended {
-        let Dims { b: batch, h: heads, t_q, t_kv, d, d_v, .. } = self.dims;
+        let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
+        let (q, k, v) = (
+            numbers(&self.q, [b, h, t_q, d]),
+            numbers(&self.k, [b, h_kv, t_kv, d]),
+            numbers(&self.v, [b, h_kv, t_kv, d_v]),
+        );
+        let at = |pair: Pair| ((pair.b * h + pair.head) * t_q + pair.query) * t_kv + pair.key;
+        let pairs = (0..b * h * t_q * t_kv).map(|at| [at / (h * t_q * t_kv), at / (t_q * t_kv) % h, at / t_kv % t_q, at % t_kv]);
+        let seen: Vec<bool> = pairs.map(|index| self.sees(index)).collect();
+        let scale = self.options.scale.unwrap_or(1.0 / (d as f64).sqrt());
+        let forward = Problem {
+            dims: self.dims,
+            q: &q,
+            k: &k,
+            v: &v,
+            scale,
+            softcap: self.options.softcap,
+            sinks: self.options.sinks.as_deref(),
+            bias: &|pair| self.bias(index_of(pair)),
+            attends: &|pair| seen[at(pair)],
+            dropout: &|_| 1.0,
+            has_uniform_empty_rows: self.uniform_fully_masked_rows,
+        }
+        .forward();
         let mut out = Attended::default();
-        for b in 0..batch {
-            for h in 0..heads {
-                let keys = vectors(&self.k, [b, self.kv_head(h)], t_kv, d);
-                let values = vectors(&self.v, [b, self.kv_head(h)], t_kv, d_v);
-                for (i, query) in vectors(&self.q, [b, h], t_q, d).iter().enumerate() {
-                    let row = self.row([b, h, i], query, &keys);
-                    let mut sums = vec![0.0; d_v];
-                    let mut terms = vec![0.0; d_v];
-                    // A masked key is not part of the sum, even if its value is NaN.
-                    for j in (0..t_kv).filter(|&j| row.takes_part[j]) {
-                        for ((sum, size), value) in sums.iter_mut().zip(&mut terms).zip(&values[j]) {
-                            let term = row.weights[j] * value;
-                            *sum += term;
-                            *size += finite(term);
-                        }
+        for row in 0..b * h * t_q {
+            let head = row / t_q % h;
+            let key_head = row / (h * t_q) * h_kv + self.kv_head(head);
+            let sink = self.options.sinks.as_ref().map_or(0.0, |sinks| finite(sinks[head]));
+            let mut score_terms = sink;
+            let mut context_terms = vec![0.0; d_v];
+            for key in 0..t_kv {
+                let pair = Pair { b: row / (h * t_q), head, query: row % t_q, key };
+                let weight = forward.weights[row * t_kv + key];
+                let key_row = key_head * t_kv + key;
+                if seen[row * t_kv + key] {
+                    let products = q[row * d..(row + 1) * d].iter().zip(&k[key_row * d..(key_row + 1) * d]);
+                    let of_products = products.map(|(x, y)| finite(x * y)).sum::<f64>() * scale.abs();
+                    let of_biases = self.bias_terms(index_of(pair)).into_iter().map(finite).sum::<f64>();
+                    score_terms = score_terms.max(of_products + of_biases);
+                }
+                if seen[row * t_kv + key] || weight != 0.0 {
+                    for (size, value) in context_terms.iter_mut().zip(&v[key_row * d_v..]) {
+                        *size += finite(weight * value);
                     }
-                    out.context.extend(sums);
-                    out.context_terms.extend(terms);
-                    out.weights.extend(row.weights);
-                    out.lse.push(row.lse);
-                    out.score_terms.push(row.terms);
                 }
             }
+            out.score_terms.push(score_terms);
+            out.context_terms.extend(context_terms);
         }
-        out
-    }
-
-    fn row(&self, [b, h, i]: [usize; 3], query: &[f64], keys: &[Vec<f64>]) -> Row {
-        let t_kv = self.dims.t_kv;
-        let seen: Vec<bool> = (0..t_kv).map(|j| self.sees([b, h, i, j])).collect();
-        // The score of a masked key is not read.
-        let scored = |j: usize| if seen[j] { self.score([b, h, i, j], query, &keys[j]) } else { (f64::NAN, f64::NAN) };
-        let scores: Vec<(f64, f64)> = (0..t_kv).map(scored).collect();
-        let sink = self.options.sinks.as_ref().map(|sinks| sinks[h]);
-        let visible = || (0..t_kv).filter(|&j| seen[j]).map(|j| scores[j].0);
-        let terms =
-            (0..t_kv).filter(|&j| seen[j]).map(|j| scores[j].1).chain(sink.map(f64::abs).filter(|x| x.is_finite()));
-        let terms = terms.fold(0.0, f64::max);
-        // A score of -inf has weight zero, so a row of such scores is as empty as a row whose keys are all masked.
-        let empty = visible().all(|score| score == f64::NEG_INFINITY);
-
-        let largest = visible().chain(sink).fold(f64::NEG_INFINITY, f64::max);
-        let mut sum = 0.0;
-        let mut lse = f64::NEG_INFINITY;
-        if largest > f64::NEG_INFINITY {
-            sum = visible().chain(sink).map(|score| (score - largest).exp()).sum();
-            lse = largest + sum.ln();
-        } else if visible().any(f64::is_nan) {
-            sum = f64::NAN;
-            lse = f64::NAN;
-        }
-        let uniform = empty && self.uniform_fully_masked_rows;
-        let weight = |j: usize| match (uniform, seen[j] && !empty) {
-            (true, _) => 1.0 / t_kv as f64,
-            (false, true) => (scores[j].0 - largest).exp() / sum,
-            (false, false) => 0.0,
-        };
-        let weights = (0..t_kv).map(weight).collect();
-        Row { weights, takes_part: seen.iter().map(|&seen| seen || uniform).collect(), lse, terms }
+        let Forward { output, log_sum_exp, weights } = forward;
+        Attended { context: output, weights, lse: log_sum_exp, ..out }
     }
 }
 
-struct Row {
-    weights: Vec<f64>,
-    takes_part: Vec<bool>,
-    lse: f64,
-    terms: f64,
+/// Returns the indices of a pair in (B, H, T_q, T_kv).
+fn index_of(pair: Pair) -> [usize; 4] {
+    [pair.b, pair.head, pair.query, pair.key]
 }
 
 /// Returns a term of a bound on rounding: NaN and infinities are not rounded, so they add nothing.
@@ -380,9 +337,11 @@ fn finite(term: f64) -> f64 {
     if term.is_finite() { term.abs() } else { 0.0 }
 }
 
-/// Returns the vectors of one head, one for each position.
-fn vectors(array: &Array, [b, h]: [usize; 2], count: usize, width: usize) -> Vec<Vec<f64>> {
-    (0..count).map(|t| (0..width).map(|d| array.at([b, h, t, d])).collect()).collect()
+/// Returns the numbers of an array in row-major order.
+fn numbers(array: &Array, shape: [usize; 4]) -> Vec<f64> {
+    let [_, heads, t, width] = shape;
+    let index = |n: usize| [n / (heads * t * width), n / (t * width) % heads, n / width % t, n % width];
+    (0..shape.iter().product()).map(|n| array.at(index(n))).collect()
 }
 
 /// Attends from one query (D) to keys and values (T, D), scaled by 1/√D, fast enough for the sizes of models.

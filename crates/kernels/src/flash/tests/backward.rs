@@ -1,8 +1,8 @@
-//! Gradients against central differences of plain loops in f64.
+//! Gradients against those of the oracle.
 
 use half::{bf16, f16};
 
-use super::case::{Case, Data, Exact, FOR_BACKWARD, dims};
+use super::case::{Case, Data, FOR_BACKWARD, dims};
 use super::{numbers, on_miri_only_scalar};
 use crate::Element;
 use crate::cpu::InstructionSet;
@@ -49,123 +49,71 @@ struct Factors<E> {
     lse: Vec<f32>,
 }
 
-impl<E: Element + Into<f32>> Factors<E> {
-    fn loss(&self, case: &Case, data: &Data<f64>) -> f64 {
-        let Exact { output, lse } = case.exact(data);
-        let mut sum = 0.0;
-        for (x, &factor) in output.iter().zip(&self.output) {
-            sum += x * f64::from(factor.into());
-        }
-        for (x, &factor) in lse.iter().zip(&self.lse).filter(|(x, _)| x.is_finite()) {
-            sum += x * f64::from(factor);
-        }
-        sum
-    }
+/// A gradient with its name.
+struct Named {
+    name: &'static str,
+    numbers: Vec<f64>,
 }
 
-/// An input of a call that has a gradient.
-#[derive(Debug, Clone, Copy)]
-enum Input {
-    Q,
-    K,
-    V,
-    Bias,
-    Slopes,
-    Sinks,
-}
-
-/// An entry of a gradient, by central differences.
-struct Probe {
-    input: Input,
-    entry: usize,
-    gradient: f64,
-}
-
-impl Input {
-    /// Returns the number of entries.
-    fn len(self, data: &Data<f64>) -> usize {
-        match self {
-            Self::Q => data.q.len(),
-            Self::K => data.k.len(),
-            Self::V => data.v.len(),
-            Self::Bias => data.bias.len(),
-            Self::Slopes => data.slopes.len(),
-            Self::Sinks => data.sinks.len(),
-        }
-    }
-
-    /// Adds a step to an entry.
-    fn add(self, data: &mut Data<f64>, entry: usize, step: f64) {
-        match self {
-            Self::Q => data.q[entry] += step,
-            Self::K => data.k[entry] += step,
-            Self::V => data.v[entry] += step,
-            Self::Bias => data.bias[entry] += step as f32,
-            Self::Slopes => data.slopes[entry] += step as f32,
-            Self::Sinks => data.sinks[entry] += step as f32,
-        }
-    }
-
-    /// Returns the gradient, which was requested.
-    fn gradient<E: Element + Into<f32>>(self, gradients: &AttentionGradients<E>) -> Vec<f64> {
-        let elements =
-            |numbers: &Option<Vec<E>>| -> Vec<f64> { numbers.iter().flatten().map(|&x| f64::from(x.into())).collect() };
-        let floats = |numbers: &Option<Vec<f32>>| numbers.iter().flatten().map(|&x| f64::from(x)).collect();
-        match self {
-            Self::Q => elements(&gradients.q),
-            Self::K => elements(&gradients.k),
-            Self::V => elements(&gradients.v),
-            Self::Bias => floats(&gradients.bias),
-            Self::Slopes => floats(&gradients.alibi_slopes),
-            Self::Sinks => floats(&gradients.sinks),
-        }
-    }
-}
-
-/// Computes some entries of each gradient by central differences.
-fn central_differences<E: Element + Into<f32>>(case: &Case, factors: &Factors<E>) -> Vec<Probe> {
-    // A power of two, which f32 stores exactly.
-    const STEP: f64 = 1.0 / 1024.0;
+/// Computes the gradients with the oracle.
+fn exact<E: Element + Into<f32>>(case: &Case, factors: &Factors<E>) -> Vec<Named> {
+    let AttentionDims { h, t_q, t_kv, .. } = case.dims;
     let data = case.data::<E>().widened(false);
-    let inputs = [Input::Q, Input::K, Input::V, Input::Bias, Input::Slopes, Input::Sinks];
-    let mut probes = Vec::new();
-    for &input in if case.has_modifiers { &inputs[..] } else { &inputs[..3] } {
-        let loss_at = |entry: usize, step: f64| {
-            let mut moved = data.clone();
-            input.add(&mut moved, entry, step);
-            factors.loss(case, &moved)
-        };
-        let len = input.len(&data);
-        let count = len.min(6);
-        for probe in 0..count {
-            let entry = probe * len / count;
-            // A bias of f32 is rounded once more where it is moved.
-            let gradient = (loss_at(entry, STEP) - loss_at(entry, -STEP)) / (2.0 * STEP);
-            probes.push(Probe { input, entry, gradient });
-        }
+    let of_output: Vec<f64> = factors.output.iter().map(|&x| f64::from(x.into())).collect();
+    let of_lse: Vec<f64> = factors.lse.iter().map(|&x| f64::from(x)).collect();
+    let found = case.with_problem(&data, &|_| 0.0, |problem| problem.backward(&of_output, &of_lse));
+    // All sequences and heads share the bias (T_q, T_kv).
+    let mut bias = vec![0.0; t_q * t_kv];
+    let mut slopes = vec![0.0; h];
+    for (at, of_score) in found.scores.iter().enumerate() {
+        let row = at / (h * t_q * t_kv) * t_q + at / t_kv % t_q;
+        bias[at % (t_q * t_kv)] += of_score;
+        slopes[at / (t_q * t_kv) % h] -= of_score * f64::from((data.positions[row] - (at % t_kv) as f32).abs());
     }
-    probes
+    let mut named = vec![
+        Named { name: "q", numbers: found.q },
+        Named { name: "k", numbers: found.k },
+        Named { name: "v", numbers: found.v },
+    ];
+    if case.has_modifiers {
+        named.push(Named { name: "bias", numbers: bias });
+        named.push(Named { name: "slopes", numbers: slopes });
+        named.push(Named { name: "sinks", numbers: found.sinks });
+    }
+    named
+}
+
+/// Returns the requested gradients of the kernel, in the order of [`exact`].
+fn found<E: Element + Into<f32>>(gradients: AttentionGradients<E>) -> Vec<Vec<f64>> {
+    let AttentionGradients { q, k, v, bias, relative_bias: _, alibi_slopes, sinks } = gradients;
+    let elements = [q, k, v].into_iter().flatten();
+    let floats = [bias, alibi_slopes, sinks].into_iter().flatten();
+    let wide = |numbers: Vec<E>| numbers.into_iter().map(|x| f64::from(x.into())).collect();
+    let wide_floats = |numbers: Vec<f32>| numbers.into_iter().map(f64::from).collect();
+    elements.map(wide).chain(floats.map(wide_floats)).collect()
 }
 
 /// Checks that the gradients differ from the expected ones by less than `most` times the largest entry of the gradient.
 fn check<E: Element + Into<f32>>(case: &Case, instruction_sets: &[InstructionSet], most: f64) {
     let AttentionDims { b, h, t_q, d_v, .. } = case.dims;
     let factors = Factors::<E> { output: numbers(b * h * t_q * d_v, 7), lse: numbers(b * h * t_q, 8) };
-    let expected = central_differences(case, &factors);
+    let expected = exact(case, &factors);
     for &instruction_set in instruction_sets {
-        let gradients = backward(case, &case.data::<E>(), instruction_set, &factors, OutputLayout::Bhtd);
-        for &Probe { input, entry, gradient } in &expected {
-            let found = input.gradient(&gradients);
-            assert!(found.iter().all(|x| x.is_finite()), "{instruction_set}, {case}, {input:?}: {found:?}");
-            let largest = found.iter().fold(1e-3, |so_far: f64, x| so_far.max(x.abs()));
-            let difference = (found[entry] - gradient).abs() / largest;
-            assert!(difference < most, "{instruction_set}, {case}, {input:?} {entry}: off by {difference:e}");
+        let gradients = found(backward(case, &case.data::<E>(), instruction_set, &factors, OutputLayout::Bhtd));
+        assert_eq!(gradients.len(), expected.len(), "{instruction_set}, {case}");
+        for (gradient, Named { name, numbers }) in gradients.iter().zip(&expected) {
+            assert_eq!(gradient.len(), numbers.len(), "{instruction_set}, {case}, {name}");
+            let largest = numbers.iter().fold(1e-3, |so_far: f64, x| so_far.max(x.abs()));
+            for (entry, (own, wanted)) in gradient.iter().zip(numbers).enumerate() {
+                let difference = (own - wanted).abs() / largest;
+                assert!(difference < most, "{instruction_set}, {case}, {name} {entry}: off by {difference:e}");
+            }
         }
     }
 }
 
 #[test]
-fn backward_with_causal_softcap_alibi_sinks_dropout_matches_central_differences() {
+fn backward_with_causal_softcap_alibi_sinks_dropout_matches_oracle() {
     // The last one has several blocks of keys and tiles of queries.
     let shapes =
         [dims(2, 9, 3, 2, 3), dims(2, 1, 3, 3, 2), dims(1, 3, 2, 8, 1), dims(2, 11, 13, 9, 4), dims(2, 50, 270, 17, 5)];

@@ -1,7 +1,9 @@
-//! A call of the kernel with its tensors, and the same computed in plain loops in f64.
+//! A call of the kernel with its tensors, and the same for the oracle, which computes in f64.
 
 use std::fmt;
 use std::ops::Range;
+
+use attention_oracle::problem::{Dims, Forward, Pair, Problem};
 
 use crate::Element;
 use crate::cpu::InstructionSet;
@@ -11,7 +13,7 @@ use crate::flash::{
     RequestedResults, ScoreModifiers, Strided, View, WeightIndex, attend, philox_keeps,
 };
 
-/// A call and its results in plain loops.
+/// A call.
 pub struct Case {
     pub dims: AttentionDims,
     pub ranges: Vec<Range<usize>>,
@@ -47,25 +49,6 @@ pub struct Q8 {
 /// A call for the output and the input of a backward pass.
 pub const FOR_BACKWARD: RequestedResults =
     RequestedResults { weights: false, log_sum_exp: false, softmax_stats: true, statistics: None };
-
-/// The weights of a query before dropout, T_kv of them, and the log-sum-exp of its scores.
-pub struct RowWeights {
-    pub weights: Vec<f64>,
-    pub lse: f64,
-}
-
-/// The attention output (B, H, T_q, D_v) and the log-sum-exp (B, H, T_q).
-pub struct Exact {
-    pub output: Vec<f64>,
-    pub lse: Vec<f64>,
-}
-
-/// The indices of a query.
-pub struct QueryIndex {
-    pub batch: usize,
-    pub head: usize,
-    pub query: usize,
-}
 
 pub fn quantized(count: usize, width: usize, salt: u64) -> Q8 {
     let codes: Vec<u8> = numbers::<f32>(count * width, salt).iter().map(|x| (x * 127.9 + 128.0) as u8).collect();
@@ -158,81 +141,64 @@ impl Case {
         }
     }
 
-    /// Returns the indices of a row among B·H·T_q rows.
-    pub fn row(&self, row: usize) -> QueryIndex {
-        let AttentionDims { h, t_q, .. } = self.dims;
-        QueryIndex { batch: row / (h * t_q), head: row / t_q % h, query: row % t_q }
-    }
-
-    /// Computes the weights of a row, in plain loops.
-    pub fn weights(&self, data: &Data<f64>, row: usize) -> RowWeights {
-        self.weights_with_relative_bias(data, row, |_| 0.0)
-    }
-
-    /// Computes the weights of a row with a relative bias for each key of its range, in plain loops.
-    pub fn weights_with_relative_bias(
+    /// Runs the oracle on the call, with a relative bias for each pair of a query and a key that are not masked.
+    pub fn with_problem<T>(
         &self,
         data: &Data<f64>,
-        row: usize,
-        relative_bias: impl Fn(usize) -> f64,
-    ) -> RowWeights {
-        let AttentionDims { h, h_kv, t_q, t_kv, d, .. } = self.dims;
-        let QueryIndex { batch, head, query } = self.row(row);
-        let range = &self.ranges[batch * t_q + query];
-        let score = |key: usize| {
-            if !range.contains(&key) || self.has_modifiers && data.bool_mask[key] == 0 {
-                return f64::NEG_INFINITY;
+        relative_bias: &dyn Fn(Pair) -> f64,
+        run: impl FnOnce(&Problem) -> T,
+    ) -> T {
+        let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
+        let has_modifiers = self.has_modifiers;
+        let sinks: Vec<f64> = data.sinks.iter().map(|sink| f64::from(*sink)).collect();
+        let bias = |pair: Pair| {
+            if !has_modifiers {
+                return relative_bias(pair);
             }
-            let key_row = (batch * h_kv + head / (h / h_kv)) * t_kv + key;
-            let products = (0..d).map(|n| data.q[row * d + n] * data.k[key_row * d + n]);
-            let score = 0.7 * products.sum::<f64>();
-            if !self.has_modifiers {
-                return score + relative_bias(key);
-            }
-            let distance = f64::from((data.positions[batch * t_q + query] - key as f32).abs());
-            let capped = 2.0 * (score / 2.0).tanh() - f64::from(data.slopes[head]) * distance;
-            capped + relative_bias(key) + f64::from(data.bias[query * t_kv + key])
+            let distance = (data.positions[pair.b * t_q + pair.query] - pair.key as f32).abs();
+            let alibi = -f64::from(data.slopes[pair.head]) * f64::from(distance);
+            alibi + relative_bias(pair) + f64::from(data.bias[pair.query * t_kv + pair.key])
         };
-        let powers: Vec<f64> = (0..t_kv).map(|key| score(key).exp()).collect();
-        let sink = if self.has_modifiers { f64::from(data.sinks[head]).exp() } else { 0.0 };
-        let sum = powers.iter().sum::<f64>() + sink;
-        let weights = powers.into_iter().map(|power| if sum == 0.0 { 0.0 } else { power / sum }).collect();
-        RowWeights { weights, lse: sum.ln() }
+        let attends = |pair: Pair| {
+            let is_in_range = self.ranges[pair.b * t_q + pair.query].contains(&pair.key);
+            is_in_range && (!has_modifiers || data.bool_mask[pair.key] != 0)
+        };
+        let dropout = |Pair { b, head, query, key }: Pair| match self.dropout {
+            Some(seed) if !philox_keeps(seed, P, WeightIndex { b, head, query, key }) => 0.0,
+            Some(_) => 1.0 / (1.0 - P),
+            None => 1.0,
+        };
+        run(&Problem {
+            dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v },
+            q: &data.q,
+            k: &data.k,
+            v: &data.v,
+            scale: 0.7,
+            softcap: has_modifiers.then_some(2.0),
+            sinks: has_modifiers.then_some(&sinks),
+            bias: &bias,
+            attends: &attends,
+            dropout: &dropout,
+            has_uniform_empty_rows: false,
+        })
     }
 
-    /// Computes the output and the log-sum-exp, in plain loops.
-    pub fn exact(&self, data: &Data<f64>) -> Exact {
-        let AttentionDims { b, h, h_kv, t_q, t_kv, d_v, .. } = self.dims;
-        let mut exact = Exact { output: Vec::new(), lse: Vec::new() };
-        for row in 0..b * h * t_q {
-            let QueryIndex { batch, head, query } = self.row(row);
-            let RowWeights { weights, lse } = self.weights(data, row);
-            let dropout_factor = |key: usize| match self.dropout {
-                Some(seed) if !philox_keeps(seed, P, WeightIndex { b: batch, head, query, key }) => 0.0,
-                Some(_) => 1.0 / (1.0 - P),
-                None => 1.0,
-            };
-            for n in 0..d_v {
-                let value = |key: usize| data.v[((batch * h_kv + head / (h / h_kv)) * t_kv + key) * d_v + n];
-                let mixed = weights.iter().enumerate().filter(|(_, weight)| **weight > 0.0);
-                exact.output.push(mixed.map(|(key, weight)| weight * dropout_factor(key) * value(key)).sum());
-            }
-            exact.lse.push(lse);
-        }
-        exact
+    /// Computes the output, the log-sum-exp and the weights with the oracle.
+    pub fn exact(&self, data: &Data<f64>) -> Forward {
+        self.with_problem(data, &|_| 0.0, Problem::forward)
     }
 
-    /// Returns the largest difference between the kernel and plain loops in f64, on one instruction set.
+    /// Returns the largest difference between the kernel and the oracle, on one instruction set.
     pub fn difference<E: Element + Into<f32>>(&self, instruction_set: InstructionSet) -> f64 {
         let data = self.data::<E>();
         let wanted = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
         let found = attend::<E>(&self.call(&data), instruction_set, wanted).expect("a few rows");
         let lse = found.log_sum_exp.expect("requested");
         let exact = self.exact(&data.clone().widened(self.q8));
-        assert!(lse.iter().zip(&exact.lse).all(|(x, expected)| expected.is_finite() || f64::from(*x) == *expected));
+        assert!(lse.iter().zip(&exact.log_sum_exp).all(|(x, expected)| expected.is_finite() || f64::from(*x) == *expected));
         let mut largest = 0f64;
         let outputs = found.output.into_iter().map(|x| f64::from(x.into())).zip(exact.output);
-        for (x, expected) in outputs.chain(lse.into_iter().map(f64::from).zip(exact.lse)) {
+        for (x, expected) in outputs.chain(lse.into_iter().map(f64::from).zip(exact.log_sum_exp)) {
             if x != expected && expected != f64::NEG_INFINITY {
                 largest = largest.max((x - expected).abs());
             }

@@ -1,4 +1,4 @@
-//! Relative biases against the same numbers as a bias (B, H, T_q, T_kv), and against plain loops.
+//! Relative biases against the same numbers as a bias (B, H, T_q, T_kv), and against the oracle.
 
 mod random;
 

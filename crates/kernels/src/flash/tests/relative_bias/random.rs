@@ -1,11 +1,13 @@
-//! Relative biases with random ranges, origins and numbers of entries, against plain loops.
+//! Relative biases with random ranges, origins and numbers of entries, against the oracle.
 
 use std::ops::Range;
+
+use attention_oracle::problem::{Gradients, Pair};
 
 use super::{Biases, with_relative_bias};
 use crate::cpu::InstructionSet;
 use crate::cpu::tests::numbers;
-use crate::flash::tests::case::{Case, Data, FOR_BACKWARD, QueryIndex, RowWeights};
+use crate::flash::tests::case::{Case, Data, FOR_BACKWARD};
 use crate::flash::tests::on_miri_only_scalar;
 use crate::flash::{
     AttentionBackwardProblem, AttentionDims, OutputLayout, PerInput, RequestedGradients, RequestedResults,
@@ -108,47 +110,36 @@ impl RandomCall {
     }
 }
 
-/// The results of plain loops in f64.
-struct Plain {
+/// The results of the oracle.
+struct Exact {
     output: Vec<f64>,
     weights: Vec<f64>,
-    /// The gradient of the relative bias for these gradients of the contexts.
+    /// The gradient of the relative bias for these gradients of the output.
     gradient: Vec<f64>,
 }
 
-impl Plain {
+impl Exact {
     fn new(call: &RandomCall, data: &Data<f32>, output_grad: &[f32]) -> Self {
         let RandomCall { case, biases } = call;
-        let AttentionDims { b, h, h_kv, t_q, t_kv, d_v, .. } = case.dims;
-        let data = data.clone().widened(case.q8);
-        let mut plain = Self {
-            output: vec![0.0; b * h * t_q * d_v],
-            weights: Vec::with_capacity(b * h * t_q * t_kv),
-            gradient: vec![0.0; biases.data.len()],
-        };
-        for row in 0..b * h * t_q {
-            let QueryIndex { batch: sequence, head, query } = case.row(row);
-            let key_row = |key: usize| (sequence * h_kv + head / (h / h_kv)) * t_kv + key;
+        let AttentionDims { b, h, t_q, t_kv, .. } = case.dims;
+        let wide = data.clone().widened(case.q8);
+        let of_output: Vec<f64> = output_grad.iter().map(|x| f64::from(*x)).collect();
+        let of_lse = vec![0.0; b * h * t_q];
+        let entry = |Pair { b: sequence, head, query, key }: Pair| {
             let origin = biases.origins[sequence * t_q + query];
-            let entry = |key: usize| {
-                sequence * biases.of_sequence + head * biases.len + (i128::from(origin) + key as i128) as usize
-            };
-            let bias = |key: usize| f64::from(biases.data[entry(key)]);
-            let RowWeights { weights, .. } = case.weights_with_relative_bias(&data, row, bias);
-            let keys = case.ranges[sequence * t_q + query].clone();
-            let value = |key: usize, n: usize| data.v[key_row(key) * d_v + n];
-            let grad = |n: usize| f64::from(output_grad[row * d_v + n]);
-            let weight_grad = |key: usize| (0..d_v).map(|n| grad(n) * value(key, n)).sum::<f64>();
-            let delta: f64 = keys.clone().map(|key| weights[key] * weight_grad(key)).sum();
-            for key in keys {
-                for n in 0..d_v {
-                    plain.output[row * d_v + n] += weights[key] * value(key, n);
-                }
-                plain.gradient[entry(key)] += weights[key] * (weight_grad(key) - delta);
+            sequence * biases.of_sequence + head * biases.len + (i128::from(origin) + key as i128) as usize
+        };
+        let bias = |pair: Pair| f64::from(biases.data[entry(pair)]);
+        let (forward, Gradients { scores, .. }) =
+            case.with_problem(&wide, &bias, |problem| (problem.forward(), problem.backward(&of_output, &of_lse)));
+        let mut gradient = vec![0.0; biases.data.len()];
+        for (at, of_score) in scores.into_iter().enumerate() {
+            let (sequence, head, query, key) = (at / (h * t_q * t_kv), at / (t_q * t_kv) % h, at / t_kv % t_q, at % t_kv);
+            if case.ranges[sequence * t_q + query].contains(&key) {
+                gradient[entry(Pair { b: sequence, head, query, key })] += of_score;
             }
-            plain.weights.extend(weights);
         }
-        plain
+        Self { output: forward.output, weights: forward.weights, gradient }
     }
 
     fn key_weight_sums(&self, dims: &AttentionDims) -> Vec<f64> {
@@ -169,7 +160,7 @@ fn assert_close(what: &str, found: &[f32], expected: &[f64]) {
 }
 
 #[test]
-fn relative_bias_with_random_origins_matches_plain_loops_or_is_refused() {
+fn relative_bias_with_random_origins_matches_oracle_or_is_refused() {
     let mut random = Random(0x5eed);
     let mut accepted = 0;
     let mut refused = 0;
@@ -214,7 +205,7 @@ fn relative_bias_with_random_origins_matches_plain_loops_or_is_refused() {
             continue;
         }
         accepted += 1;
-        let plain = Plain::new(&call, &data, &output_grad);
+        let exact = Exact::new(&call, &data, &output_grad);
         for &instruction_set in &instruction_sets {
             let what = |result: &str| {
                 let len = biases.len;
@@ -227,13 +218,13 @@ fn relative_bias_with_random_origins_matches_plain_loops_or_is_refused() {
             };
             let found = attend::<f32>(&forward, instruction_set, FOR_BACKWARD).expect("a few rows");
             let stats = found.softmax_stats.expect("requested");
-            assert_close(&what("output"), &found.output, &plain.output);
+            assert_close(&what("output"), &found.output, &exact.output);
             let same = attend::<f32>(&forward, instruction_set, with_statistics).expect("a few rows");
             let statistics = same.statistics.expect("requested");
-            assert_close(&what("output with statistics"), &same.output, &plain.output);
-            assert_close(&what("sums of weights"), &statistics.key_weight_sums, &plain.key_weight_sums(&case.dims));
+            assert_close(&what("output with statistics"), &same.output, &exact.output);
+            assert_close(&what("sums of weights"), &statistics.key_weight_sums, &exact.key_weight_sums(&case.dims));
             let gradients = backward(&found.output, &stats, instruction_set).expect("a few rows");
-            assert_close(&what("gradient"), &gradients.relative_bias.expect("requested"), &plain.gradient);
+            assert_close(&what("gradient"), &gradients.relative_bias.expect("requested"), &exact.gradient);
         }
     }
     assert!(accepted > 0 && refused > 0, "{accepted} calls accepted, {refused} refused");
