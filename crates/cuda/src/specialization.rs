@@ -118,7 +118,7 @@ impl Specialization {
         ]
     }
 
-    /// Returns the specialisation of constants that are given by name; the others are those of a plain call.
+    /// Returns the specialisation of constants that are given by name; the others are as in a plain call.
     ///
     /// # Errors
     /// For a number that a constant cannot be.

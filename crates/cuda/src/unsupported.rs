@@ -12,7 +12,7 @@ pub struct Unsupported {
 }
 
 impl Unsupported {
-    /// Makes a reason of a sentence.
+    /// Creates a reason from its sentence, without a full stop.
     pub(crate) fn new(reason: impl Into<String>) -> Self {
         Self { reason: reason.into() }
     }

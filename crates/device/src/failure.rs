@@ -16,12 +16,12 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// Makes a failure of every later try.
+    /// Creates a failure that every later try would have too.
     pub fn lasting(reason: impl Into<String>) -> Self {
         Self { reason: reason.into(), is_lasting: true }
     }
 
-    /// Makes a failure that may pass.
+    /// Creates a failure that a later try may not have.
     pub fn passing(reason: impl Into<String>) -> Self {
         Self { reason: reason.into(), is_lasting: false }
     }

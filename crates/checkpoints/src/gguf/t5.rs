@@ -14,7 +14,7 @@ use super::metadata::{ConfigFields, Metadata};
 use candle_attention_core::{MultiHeadAttentionConfig, RelativeBias};
 use candle_attention_modules::base::HeadShard;
 
-/// Sets T5's names of sizes.
+/// Sets the sizes under the names that T5's `config.json` has for them.
 pub(super) fn t5(metadata: &Metadata, fields: &mut ConfigFields) -> Result<()> {
     let layers = fields["num_hidden_layers"].clone();
     let decoder_layers = metadata.count("decoder_block_count")?;

@@ -24,14 +24,14 @@ pub(super) enum Positions {
     /// Swin's table of biases. The number is the default of the patches on each side of a window.
     Table(usize),
     Cosine(Cosine),
-    /// SAM's rows and columns of a window, or of the whole image.
+    /// SAM's relative positions, a table for rows and one for columns: of a window, or of the whole image.
     Grid {
         /// The default of the width of the image in pixels.
         image: usize,
     },
-    /// SAM's rows and columns of the whole image.
+    /// SAM's relative positions of the whole image in every layer.
     SegGpt,
-    /// SAM's rows and columns of a window in the layers of `window_block_indices`, or else of the whole image.
+    /// SAM's relative positions of a window in the layers of `window_block_indices`, and of the whole image in others.
     VitDet,
 }
 

@@ -193,8 +193,8 @@ pub(super) fn thirds_of_heads(_: &Fields, cfg: Config) -> Result<Config> {
     Ok(cfg.with_rope(rope.with_rotary_dim(6 * pairs).with_axes(axes)))
 }
 
-/// Reads the windows of the layers of Moonshine's streaming encoder: how many keys up to the query and from it on, of
-/// which the query is counted in both.
+/// Reads the windows of the layers of Moonshine's streaming encoder: the number of keys up to the query's own, and the
+/// number from the query's own on. Both count the query's own key.
 pub(super) fn moonshine_windows(fields: &Fields, cfg: Config) -> Result<Config> {
     let default = if matches!(fields.layer, 2 | 3) { [16, 0] } else { [16, 4] };
     let [before, after]: [usize; 2] = match fields.of_layer("sliding_windows")? {

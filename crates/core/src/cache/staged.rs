@@ -261,8 +261,8 @@ impl AttentionCache {
 }
 
 impl CachedCall<'_> {
-    /// Returns the keys (B, H_kv, rows, D) and values (B, H_kv, rows, D_v) of rows of the buffers: views, or floats for
-    /// 8 bits, or what is computed from these.
+    /// Returns the keys (B, H_kv, rows, D) and values (B, H_kv, rows, D_v) of rows of the buffers: views, or floats if
+    /// the buffers have 8 bits. A call with an expansion computes keys and values from what is stored.
     pub(super) fn read(&self, rows: &KvBuffers) -> Result<KvFloats> {
         let floats = rows.floats(self.dtype)?;
         let Some(expand) = &self.expansion else { return Ok(floats) };

@@ -116,7 +116,8 @@ pub(crate) struct KvFloats {
 }
 
 impl KvFloats {
-    /// Returns keys and values (B, H_kv, T, ..), followed by the same others (1, H_kv, n, ..) in each sequence: a copy.
+    /// Returns a copy of keys and values (B, H_kv, T, ..), in which `others` (1, H_kv, n, ..) follow the keys of every
+    /// sequence.
     pub fn followed_by(&self, others: &Self) -> Result<Self> {
         let joined = |first: &Tensor, last: &Tensor| {
             let (_, h_kv, n, width) = last.dims4()?;

@@ -193,7 +193,7 @@ impl MultiHeadAttentionConfig {
         number::probability(OP, "dropout", self.dropout)
     }
 
-    /// Checks the options of scores beside relative positions of a grid, which become part of the queries.
+    /// Checks the options of scores of a layer with relative positions of a grid, which become part of the queries.
     pub(super) fn validate_scores_beside_grid(&self, op: &str) -> Result<()> {
         if self.softcap.is_some() {
             bail!("[{op}] softcap is set, which bounds scores before relative positions of a grid are added")

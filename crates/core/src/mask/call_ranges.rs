@@ -24,7 +24,7 @@ enum Source {
     Batch { mask: AttentionMask, b: usize, t_q: usize, t_kv: usize },
     /// Packed sequences.
     Packed { mask: AttentionMask, sequences: Vec<PackedRows> },
-    /// Sequences whose ranges are known: some of several packed ones, as a batch.
+    /// Ranges that were computed before, of some packed sequences that are attended to as a batch.
     Known(RowRanges),
 }
 

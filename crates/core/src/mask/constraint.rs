@@ -59,9 +59,9 @@ pub(super) enum QueryAlignment {
 
 /// The key position of a query, by all constraints of a mask.
 pub(super) struct QueryPosition {
-    /// The position by the first constraint that has an alignment.
+    /// The position that the first constraint with an alignment says.
     pub first: i64,
-    /// The position by a later constraint, if joined masks disagree.
+    /// The position that a later constraint says, if the masks that were joined disagree.
     pub other: Option<i64>,
 }
 

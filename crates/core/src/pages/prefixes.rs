@@ -57,7 +57,8 @@ fn hash(ids: &[u32], before: Option<&Arc<Prefix>>) -> u64 {
     hasher.finish()
 }
 
-/// The pages that are found by their tokens.
+/// The full pages of a pool with the tokens that they store, so that a sequence that begins with the same tokens can
+/// share them.
 #[derive(Debug)]
 pub(super) struct Prefixes {
     by_hash: HashMap<u64, Vec<u32>>,

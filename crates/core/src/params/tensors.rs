@@ -177,7 +177,7 @@ fn projection_tensor(
     Some(ProjectionTensor { tensor, is_bias, projections, head })
 }
 
-/// Returns a width that belongs to heads as the number of heads and the width of one.
+/// Returns the number of heads of a projection, and the width of one if all have `width`.
 fn by_heads(cfg: &MultiHeadAttentionConfig, projection: Projection, width: usize) -> [usize; 2] {
     let heads = match projection {
         Key | Value => cfg.num_kv_heads(),

@@ -266,8 +266,8 @@ impl BackwardTile {
         self.is_fused() || self.keys.warps_per_keys > 1 || specialization.gradients.relative_bias
     }
 
-    /// Returns whether a block has the gradients of relative biases besides: those of scores, where the gradients of
-    /// products are others.
+    /// Returns whether a block has the gradients of relative biases besides: the gradients of scores, where products
+    /// have other gradients.
     fn shares_bias_gradients(specialization: &Specialization) -> bool {
         specialization.gradients.relative_bias && specialization.has_product_derivative()
     }

@@ -54,9 +54,9 @@ impl KernelSet {
 enum Width {
     /// Up to 64 columns.
     Narrow,
-    /// Up to 128.
+    /// More than 64 columns, up to 128.
     Middle,
-    /// Up to 256.
+    /// More than 128 columns, up to 256.
     Wide,
 }
 

@@ -234,7 +234,7 @@ impl<const SHIFT: u32> WordCodeNumbers for FromFloat8<SHIFT> {
 /// eight codes of a word are one or two bytes.
 pub(crate) struct SplitBits<const UPPER: u32, const HAS_MINIMUMS: bool>;
 
-/// The codes of eight steps.
+/// The codes of eight steps of depth for each column of a vector, split into their lower and upper bits.
 #[derive(Clone, Copy)]
 pub struct SplitCodes<V> {
     lower: V,

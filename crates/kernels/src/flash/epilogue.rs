@@ -18,7 +18,7 @@ pub(super) struct WriteOutput<'a, 'b, E> {
     pub state: &'a mut SoftmaxState,
     pub kv: KvHead,
     pub rows: Range<usize>,
-    /// Takes the rows where the state covers one part of the keys.
+    /// The destination of the rows if the state covers one part of the keys; otherwise the output.
     pub key_part: Option<KeyPart<'a>>,
 }
 

@@ -280,7 +280,7 @@ impl WeightAndBias {
         Ok(Self { weight: self.weight.freeze()?, bias: self.bias.as_ref().map(Parameter::freeze).transpose()? })
     }
 
-    /// Returns the current values of both.
+    /// Returns a layer with the current values of the weight and the bias.
     pub fn to_linear(&self) -> Result<Linear> {
         Ok(Linear::new(self.weight.tensor()?, self.bias.as_ref().map(Parameter::tensor).transpose()?))
     }

@@ -10,7 +10,7 @@ use super::{Dim, Expect};
 
 const OP: &str = "quantize";
 
-/// The code of 0 of signed codes of 8 bits, which is also the largest magnitude plus one.
+/// The code of 0, where codes of 8 bits are signed numbers plus this. Magnitudes are below it.
 const MIDDLE: f32 = 128.0;
 /// The largest code of 4 bits.
 const LARGEST: f32 = 15.0;

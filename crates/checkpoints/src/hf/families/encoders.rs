@@ -154,9 +154,9 @@ pub(super) const BY_DISTANCE: &[Family] = &[
     WAV2VEC2_CONFORMER,
 ];
 
-/// With a head, and without.
+/// The prefixes of parameter names: of a model with a head, and of one without.
 const BASE: &[&str] = &["model.", ""];
-/// With its decoder or by itself, and below a classifier.
+/// The prefixes of parameter names: of a model by itself or with its decoder, and of a model below a classifier.
 const T5_PREFIXES: &[&str] = &["", "transformer."];
 const TROCR: &[&str] = &["model.", "decoder.model.", ""];
 const PP_FORMULANET: &[&str] = &["model.decoder.", "decoder.", "head.decoder.", ""];

@@ -45,8 +45,8 @@ const AFMOE_SCRIPTS: &str = r"[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟
 pub(super) struct Division {
     /// The values of `tokenizer.ggml.pre` that name it.
     pub names: &'static [&'static str],
-    /// Expressions of words. Each divides the pieces of the one before it: a match is a piece, and so is what is
-    /// between two matches.
+    /// Regular expressions, applied one after the other. Each divides the pieces of the one before it: a match is a
+    /// piece, and so is the text between two matches.
     pub steps: &'static [&'static str],
     /// Whether words are looked up whole before they are merged.
     pub looks_up_words: bool,

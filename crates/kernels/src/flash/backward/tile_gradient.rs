@@ -108,8 +108,8 @@ impl TileGradient<'_> {
         }
     }
 
-    /// Turns the gradients of scores into gradients of products. `derivatives` are those of scores with respect to
-    /// products times the scale; without them, they are 1.
+    /// Turns the gradients of scores into gradients of products. `derivatives` are of scores with respect to products
+    /// times the scale; without them, they are 1.
     ///
     /// # Safety
     /// As [`SimdTask::run`].

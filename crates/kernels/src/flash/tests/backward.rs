@@ -1,4 +1,4 @@
-//! Gradients against those of the oracle.
+//! Gradients against the gradients of the oracle.
 
 use half::{bf16, f16};
 

@@ -127,7 +127,8 @@ impl WordWeight {
         )
     }
 
-    /// Reads the zeros plus half of the number of codes, in the shape of the scales.
+    /// Reads the zero points as unsigned codes, in the shape of the scales. The file has signed ones, less by half of
+    /// the number of codes.
     fn zeros(&self, tensors: &Tensors) -> Result<GroupNumbers> {
         let middle = 1u8 << (self.bits - 1);
         let &CompressedSizes { outputs, scale_columns, .. } = &self.sizes;
