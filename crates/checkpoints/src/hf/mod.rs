@@ -2,6 +2,7 @@
 
 mod columns;
 mod entry;
+mod entry_options;
 mod families;
 mod fields;
 mod latent;

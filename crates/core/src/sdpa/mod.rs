@@ -4,6 +4,7 @@
 //! ([`run`]). The reference path ([`reference`]) is the specification; a fused path returns its numbers.
 
 mod call;
+mod call_sizes;
 mod cpu;
 mod cuda;
 mod dropout;

@@ -4,6 +4,7 @@ mod angles;
 mod axes;
 mod config;
 mod cuda;
+mod frequencies;
 mod scaling;
 
 pub use axes::{RopeAxes, RopeAxisLayout};
@@ -11,7 +12,7 @@ pub use config::{RopeConfig, RopeStyle};
 pub use cuda::ROTATION_CASE;
 pub use scaling::RopeScaling;
 
-pub(crate) use angles::score_factor;
+pub(crate) use frequencies::score_factor;
 
 use std::sync::Arc;
 
