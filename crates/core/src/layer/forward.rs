@@ -9,13 +9,12 @@ use super::{LayerOutput, MultiHeadAttention, OP};
 use crate::cache::{AttentionCache, CachedCall, KvSizes};
 use crate::mask::AttentionMask;
 use crate::pages::PagedKeys;
-use crate::position::{CallContext, KeysByHeads, QueryKeyPositions, ScoreArguments};
+use crate::position::{CallContext, KeyValueHeads, KeysByHeads, QueryKeyPositions, ScoreArguments};
 use crate::sdpa::{
     Attended, AttentionOutput, AttentionStatistics, FunctionKeys, OwnKeys, Plan, SdpaOptions, StatisticsOptions,
 };
 use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::{accumulation_dtype, reshape_linked, transpose_linked};
-use candle_attention_modules::linear::KeysAndValues;
 
 impl MultiHeadAttention {
     /// Computes self-attention under the layer's own mask: (B, T, E) to (B, T, out_dim). For training, see
@@ -120,7 +119,7 @@ impl MultiHeadAttention {
         let mut cache_after = None;
         let keys = match checked.keys_from {
             KeysFrom::Cache(cache) => {
-                let KeysAndValues { keys, values } = kv.ok_or_else(no_keys)?;
+                let KeyValueHeads { keys, values } = kv.ok_or_else(no_keys)?;
                 self.refuse_tracked_module(input, cache, &[&keys, &values])?;
                 let mut staged = cache.stage(&checked.tokens, &keys, Some(&values), values.dim(3)?)?;
                 staged.call.appended = self.appended_heads()?;
@@ -218,11 +217,11 @@ impl MultiHeadAttention {
     fn prepare_pages<'a>(
         &self,
         arguments: &mut ScoreArguments,
-        kv: Option<KeysAndValues>,
+        kv: Option<KeyValueHeads>,
         input: &AttentionInput<'a>,
     ) -> Result<AttendedKeys<'a>> {
         let pages = if let Some(own) = input.pages {
-            let KeysAndValues { keys, values } = kv.ok_or_else(no_keys)?;
+            let KeyValueHeads { keys, values } = kv.ok_or_else(no_keys)?;
             own.write(&keys, &values)?;
             own
         } else {
@@ -247,7 +246,7 @@ impl MultiHeadAttention {
     fn modify_for_projected_keys<'a>(
         &self,
         arguments: &mut ScoreArguments,
-        mut kv: KeysAndValues,
+        mut kv: KeyValueHeads,
         input: &AttentionInput<'a>,
         checked: &CheckedLayerInput,
     ) -> Result<AttendedKeys<'a>> {
@@ -262,7 +261,7 @@ impl MultiHeadAttention {
         if let Some(scores) = arguments.content_scores.take() {
             return Ok(AttendedKeys::ByHeads(KeysByHeads { kv, scores }));
         }
-        let KeysAndValues { keys: k, values: v } = kv;
+        let KeyValueHeads { keys: k, values: v } = kv;
         Ok(match input.function {
             Some(function) => AttendedKeys::Function(FunctionKeys { k, v, function }),
             None => AttendedKeys::Own(OwnKeys { k, v, sequences: input.packed }),

@@ -7,7 +7,7 @@ use super::memory::ProjectedMemory;
 use super::validate::{CheckedLayerInput, KeyValueInputs};
 use super::{MultiHeadAttention, OP, warnings};
 use crate::cache::KvFloats;
-use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
+use crate::position::{KeyValueHeads, Positions, RopeAxes, RopeConfig, Rotation};
 use candle_attention_modules::base::{reshape_linked, transpose_linked};
 use candle_attention_modules::linear::{KeysAndValues, Projected};
 use candle_attention_modules::norm::{AllReduce, Norm, QkNormScope};
@@ -19,7 +19,7 @@ pub(super) struct ProjectedHeads {
     /// The queries that attend to the sink tokens of a cache, if their positions differ from `q`'s.
     pub sink_queries: Option<Tensor>,
     /// The keys and values that the call projects or that a memory has; `None` for an earlier layer's.
-    pub kv: Option<KeysAndValues>,
+    pub kv: Option<KeyValueHeads>,
     /// The projection of the output gate, (B, T_q, H·D_v) or (B, T_q, H).
     pub gate: Option<Tensor>,
 }
@@ -45,7 +45,7 @@ impl MultiHeadAttention {
         let rotations = self.rotations(inputs)?;
         let kv = if let Some(KeysAndValues { keys, values }) = kv {
             let keys = self.key_heads(keys, rotations.keys.as_ref().or(rotations.queries.as_ref()), all_reduce)?;
-            let heads = KeysAndValues { keys, values: self.value_heads(values)? };
+            let heads = KeyValueHeads { keys, values: self.value_heads(values)? };
             // A cache and pages store the keys of calls alone.
             let is_cached = matches!(inputs.keys_from, KeysFrom::Cache(_) | KeysFrom::Pages);
             Some(if is_cached { heads } else { self.with_appended_heads(heads)? })
@@ -210,11 +210,11 @@ impl MultiHeadAttention {
     }
 
     /// Returns key and value heads (B, H_kv, T, ..), followed by those that the layer appends.
-    fn with_appended_heads(&self, heads: KeysAndValues) -> Result<KeysAndValues> {
+    fn with_appended_heads(&self, heads: KeyValueHeads) -> Result<KeyValueHeads> {
         let Some(appended) = self.appended_heads()? else { return Ok(heads) };
         let own = KvFloats { k: heads.keys.contiguous()?, v: heads.values.contiguous()? };
         let KvFloats { k: keys, v: values } = own.followed_by(&appended)?;
-        Ok(KeysAndValues { keys, values })
+        Ok(KeyValueHeads { keys, values })
     }
 
     /// Projects the keys and values of cross-attention, from an encoder's outputs, once for all steps of a decoder:
@@ -264,7 +264,7 @@ impl MultiHeadAttention {
         else {
             bail!("[{OP}] keys and values are those of an earlier layer, expected a memory that it projects")
         };
-        let heads = KeysAndValues { keys: self.key_heads(k, rotation.as_ref(), None)?, values: self.value_heads(v)? };
+        let heads = KeyValueHeads { keys: self.key_heads(k, rotation.as_ref(), None)?, values: self.value_heads(v)? };
         let all = self.with_appended_heads(heads)?;
         // Contiguous heads, since every later call reads them.
         Ok(ProjectedMemory { k: all.keys.contiguous()?, v: all.values.contiguous()?, t_kv, batched })

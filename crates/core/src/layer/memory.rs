@@ -2,8 +2,8 @@
 
 use candle_core::{Result, Tensor, bail};
 
+use crate::position::KeyValueHeads;
 use candle_attention_modules::base::check_memory;
-use candle_attention_modules::linear::KeysAndValues;
 
 const OP: &str = "projected_memory";
 
@@ -94,11 +94,11 @@ impl ProjectedMemory {
     }
 
     /// Returns the keys and values for `b` sequences. A memory of one sequence is a view that repeats it.
-    pub(super) fn for_batch(&self, b: usize) -> Result<KeysAndValues> {
+    pub(super) fn for_batch(&self, b: usize) -> Result<KeyValueHeads> {
         if self.batch_size() == b {
-            return Ok(KeysAndValues { keys: self.k.clone(), values: self.v.clone() });
+            return Ok(KeyValueHeads { keys: self.k.clone(), values: self.v.clone() });
         }
-        Ok(KeysAndValues { keys: repeated(&self.k, 0, b)?, values: repeated(&self.v, 0, b)? })
+        Ok(KeyValueHeads { keys: repeated(&self.k, 0, b)?, values: repeated(&self.v, 0, b)? })
     }
 }
 

@@ -6,9 +6,8 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::{CallContext, Positions, QueryKeyPositions, ScoreArguments, ScoreTerm, SharedTerm};
+use super::{CallContext, KeyValueHeads, Positions, QueryKeyPositions, ScoreArguments, ScoreTerm, SharedTerm};
 use candle_attention_modules::base::{accumulation_dtype, check_entries, check_memory, number, to_device};
-use candle_attention_modules::linear::KeysAndValues;
 
 /// The config of ALiBi (<https://arxiv.org/abs/2108.12409>): a score decreases by
 /// `slope · |query position - key position|`, with positions as the mask counts them.
@@ -115,7 +114,7 @@ enum Alibi {
 }
 
 impl ScoreTerm for Alibi {
-    fn modify(&self, arguments: &mut ScoreArguments, _: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+    fn modify(&self, arguments: &mut ScoreArguments, _: Option<&mut KeyValueHeads>, call: &CallContext) -> Result<()> {
         let slopes = match self {
             Self::OfDistances(slopes) if call.has_tree => return add_biases_by_pair(slopes, arguments, call),
             Self::OfDistances(slopes) => {

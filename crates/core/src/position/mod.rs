@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use crate::mask::AttentionMask;
 use crate::sdpa::{PackedSequences, SdpaOptions};
 use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, check_memory, number, to_device};
-use candle_attention_modules::linear::{KeysAndValues, Projections};
+use candle_attention_modules::linear::Projections;
 
 /// The first position that f32, in which angles are computed, cannot tell from its neighbour.
 const END: usize = 1 << 24;
@@ -182,6 +182,15 @@ impl AttentionTemperature {
     }
 }
 
+/// The heads of keys and values.
+#[derive(Debug, Clone)]
+pub(crate) struct KeyValueHeads {
+    /// (B, H_kv, T_kv, D).
+    pub keys: Tensor,
+    /// (B, H_kv, T_kv, D_v).
+    pub values: Tensor,
+}
+
 /// The arguments of attention that score modifiers may change.
 pub(crate) struct ScoreArguments {
     /// (B, H, T_q, D).
@@ -218,12 +227,12 @@ pub(crate) struct QueryKeyPositions<'a> {
 
 /// A part of a layer that changes its attention scores: a bias, relative positions, a window.
 pub(crate) trait ScoreTerm: Debug + Send + Sync {
-    /// Changes the arguments of attention. `kv` are the call's keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v),
-    /// or `None` if the queries attend to a cache.
+    /// Changes the arguments of attention. `kv` are the call's heads of keys and values, or `None` if the queries
+    /// attend to a cache.
     ///
     /// # Errors
     /// For calls that the modifier does not support.
-    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()>;
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeyValueHeads>, call: &CallContext) -> Result<()>;
 }
 
 /// A score modifier that clones of a layer share.

@@ -6,9 +6,8 @@ use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use super::{CallContext, Latest, Positions, QueryKeyPositions, ScoreArguments, ScoreTerm, gathered, latest};
+use super::{CallContext, KeyValueHeads, Latest, Positions, QueryKeyPositions, ScoreArguments, ScoreTerm, gathered, latest};
 use candle_attention_modules::base::{HeadShard, ParameterReader, frozen, number};
-use candle_attention_modules::linear::KeysAndValues;
 
 const OP: &str = "relative_bias";
 
@@ -150,7 +149,7 @@ pub struct RelativeBias {
 }
 
 impl ScoreTerm for RelativeBias {
-    fn modify(&self, arguments: &mut ScoreArguments, _: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+    fn modify(&self, arguments: &mut ScoreArguments, _: Option<&mut KeyValueHeads>, call: &CallContext) -> Result<()> {
         let biases = if let Some(sequences) = call.packed {
             if call.has_given_positions {
                 bail!(

@@ -2,9 +2,8 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::super::CallContext;
+use super::super::{CallContext, KeyValueHeads};
 use candle_attention_modules::base::{ParameterList, accumulation_dtype};
-use candle_attention_modules::linear::KeysAndValues;
 
 /// Returns the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call's own tokens.
 ///
@@ -12,9 +11,9 @@ use candle_attention_modules::linear::KeysAndValues;
 /// For a call that attends to other keys, or that has positions or an attention function: relative positions by content
 /// are between the tokens of one call.
 pub(super) fn projected_keys<'k>(
-    kv: Option<&'k mut KeysAndValues>,
+    kv: Option<&'k mut KeyValueHeads>,
     call: &CallContext,
-) -> Result<&'k mut KeysAndValues> {
+) -> Result<&'k mut KeyValueHeads> {
     if let Some(kv) = kv
         && call.unsupported_by_content.is_none()
     {

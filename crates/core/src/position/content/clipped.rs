@@ -2,12 +2,11 @@
 
 use candle_core::Result;
 
-use super::super::{CallContext, ScoreArguments, ScoreTerm};
+use super::super::{CallContext, KeyValueHeads, ScoreArguments, ScoreTerm};
 use super::call::{projected_keys, wide};
 use super::distances::{ContentScores, DistanceVectors, LatestVectors, by_head, descending, rows_of};
 use super::specs::{LayerSpecs, normal};
 use candle_attention_modules::base::{ParameterList, ParameterSpec};
-use candle_attention_modules::linear::KeysAndValues;
 
 /// The parameter (left + right + 1, D).
 const TABLE: &str = "distance_embedding.weight";
@@ -29,7 +28,7 @@ pub(super) fn specs(left: usize, right: usize, layer: &LayerSpecs) -> Vec<Parame
 }
 
 impl ScoreTerm for Clipped {
-    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeyValueHeads>, call: &CallContext) -> Result<()> {
         projected_keys(kv, call)?;
         if arguments.q.elem_count() == 0 {
             return Ok(());

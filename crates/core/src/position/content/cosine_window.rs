@@ -3,13 +3,12 @@
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Init, ops};
 
-use super::super::{CallContext, ScoreArguments, ScoreTerm};
+use super::super::{CallContext, KeyValueHeads, ScoreArguments, ScoreTerm};
 use super::OP;
 use super::call::{Image, projected_keys, wide};
 use super::specs::LayerSpecs;
 use super::window::WindowBias;
 use candle_attention_modules::base::{LINEAR_WEIGHT, ParameterList, ParameterSpec, check_memory, linear_bias};
-use candle_attention_modules::linear::KeysAndValues;
 use candle_attention_modules::norm::Norm;
 
 /// The parameter (H, 1, 1).
@@ -47,7 +46,7 @@ pub(super) fn specs(layer: &LayerSpecs) -> Vec<ParameterSpec> {
 }
 
 impl ScoreTerm for CosineWindow {
-    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeyValueHeads>, call: &CallContext) -> Result<()> {
         let kv = projected_keys(kv, call)?;
         self.image.check("window", &arguments.q)?;
         if arguments.q.elem_count() > 0 {

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use super::super::{CallContext, ScoreArguments, ScoreTerm};
+use super::super::{CallContext, KeyValueHeads, ScoreArguments, ScoreTerm};
 use super::OP;
 use super::call::projected_keys;
 use super::distances::{ContentScores, DistanceVectors, LatestVectors, by_head, descending, rows_of};
@@ -12,7 +12,7 @@ use super::specs::LayerSpecs;
 use candle_attention_modules::base::{
     LINEAR_WEIGHT, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, frozen, linear_bias, number,
 };
-use candle_attention_modules::linear::{KeysAndValues, Projected, UpdatesOfCall};
+use candle_attention_modules::linear::{Projected, UpdatesOfCall};
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
 /// The projection of vectors to keys, with a weight (H·D, E) and a bias.
@@ -194,7 +194,7 @@ pub(super) fn specs(config: &DisentangledConfig, layer: &LayerSpecs) -> Vec<Para
 }
 
 impl ScoreTerm for Disentangled {
-    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeyValueHeads>, call: &CallContext) -> Result<()> {
         projected_keys(kv, call)?;
         if arguments.q.elem_count() == 0 {
             return Ok(());

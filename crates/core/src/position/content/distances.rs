@@ -5,13 +5,12 @@ use std::ops::Range;
 
 use candle_core::{D, Result, Tensor};
 
-use super::super::{Latest, latest};
+use super::super::{KeyValueHeads, Latest, latest};
 use super::OP;
 use crate::mask::AttentionMask;
 use crate::sdpa::{Attended, OwnKeys, Plan, SdpaOptions};
 use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::{accumulation_dtype, check_memory, matmul_by_head};
-use candle_attention_modules::linear::KeysAndValues;
 
 /// The vectors of distances i - j of query i and key j: (H, 2T, D), or (1, 2T, D) if all heads share them.
 #[derive(Debug, Clone)]
@@ -104,7 +103,7 @@ impl ContentScores {
 /// Keys and values of a call with scores by content, which are computed for some heads at a time.
 pub(crate) struct KeysByHeads {
     /// Keys (B, H_kv, T, D) and values (B, H_kv, T, D_v).
-    pub kv: KeysAndValues,
+    pub kv: KeyValueHeads,
     pub scores: ContentScores,
 }
 
@@ -167,7 +166,7 @@ impl KeysByHeads {
         mask: &AttentionMask,
         options: &SdpaOptions,
     ) -> Result<HeadsCall> {
-        let KeysAndValues { keys: k, values: v } = &self.kv;
+        let KeyValueHeads { keys: k, values: v } = &self.kv;
         let h = q.dim(1)?;
         let group = h / k.dim(1)?;
         let heads = key_heads.start * group..key_heads.end * group;

@@ -3,13 +3,12 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::super::{CallContext, ScoreArguments, ScoreTerm};
+use super::super::{CallContext, KeyValueHeads, ScoreArguments, ScoreTerm};
 use super::OP;
 use super::call::{Image, projected_keys, wide};
 use super::distances::rows_of;
 use super::specs::{LayerSpecs, zeros};
 use candle_attention_modules::base::{ParameterList, ParameterSpec, accumulation_dtype, check_memory, matmul_by_head};
-use candle_attention_modules::linear::KeysAndValues;
 
 /// The parameter (2 · rows - 1, D) of distances down, which all heads share.
 const HEIGHT: &str = "rel_pos_h";
@@ -49,7 +48,7 @@ pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
 }
 
 impl ScoreTerm for GridTerm {
-    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeyValueHeads>, call: &CallContext) -> Result<()> {
         let kv = projected_keys(kv, call)?;
         self.image.check("grid", &arguments.q)?;
         if arguments.q.elem_count() > 0 {

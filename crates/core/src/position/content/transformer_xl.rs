@@ -2,13 +2,12 @@
 
 use candle_core::{Device, Result, Tensor};
 
-use super::super::{CallContext, ScoreArguments, ScoreTerm};
+use super::super::{CallContext, KeyValueHeads, ScoreArguments, ScoreTerm};
 use super::OP;
 use super::call::{projected_keys, wide};
 use super::distances::{ContentScores, DistanceVectors, LatestVectors, by_head, descending};
 use super::specs::{LayerSpecs, zeros};
 use candle_attention_modules::base::{LINEAR_WEIGHT, ParameterList, ParameterSpec, accumulation_dtype, check_memory};
-use candle_attention_modules::linear::KeysAndValues;
 
 /// The names of a layer's parameters.
 struct TransformerXlNames {
@@ -51,7 +50,7 @@ pub(super) fn specs(layer: &LayerSpecs) -> Vec<ParameterSpec> {
 }
 
 impl ScoreTerm for TransformerXl {
-    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeyValueHeads>, call: &CallContext) -> Result<()> {
         let dtype = projected_keys(kv, call)?.keys.dtype();
         if arguments.q.elem_count() == 0 {
             return Ok(());

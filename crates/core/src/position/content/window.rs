@@ -2,13 +2,12 @@
 
 use candle_core::{Result, Tensor};
 
-use super::super::{CallContext, Latest, ScoreArguments, ScoreTerm, gathered, latest};
+use super::super::{CallContext, KeyValueHeads, Latest, ScoreArguments, ScoreTerm, gathered, latest};
 use super::OP;
 use super::call::{Image, projected_keys};
 use super::specs::{LayerSpecs, normal};
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::{Heads, ParameterList, ParameterSpec};
-use candle_attention_modules::linear::KeysAndValues;
 
 /// The parameter ((2 · rows - 1) · (2 · columns - 1), H).
 const TABLE: &str = "relative_position_bias_table";
@@ -28,7 +27,7 @@ pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
 }
 
 impl ScoreTerm for WindowTerm {
-    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeysAndValues>, call: &CallContext) -> Result<()> {
+    fn modify(&self, arguments: &mut ScoreArguments, kv: Option<&mut KeyValueHeads>, call: &CallContext) -> Result<()> {
         projected_keys(kv, call)?;
         self.image.check("window", &arguments.q)?;
         if arguments.q.elem_count() > 0 {

@@ -49,7 +49,7 @@ pub struct ReplacedRows {
     pub bias: Option<Parameter>,
 }
 
-/// The projected inputs of a call. A layer replaces them by their heads, (B, H, T, D).
+/// The projected inputs of a call, whose heads are columns.
 #[derive(Debug)]
 pub struct Projected {
     /// (B, T_q, H·D).
@@ -60,7 +60,7 @@ pub struct Projected {
     pub gate: Option<Tensor>,
 }
 
-/// Projected keys and values.
+/// Projected keys and values, whose heads are columns.
 #[derive(Debug, Clone)]
 pub struct KeysAndValues {
     /// (B, T_kv, H_kv·D).
