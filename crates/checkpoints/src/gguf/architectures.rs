@@ -12,48 +12,9 @@ use super::refused::REFUSED;
 use super::t5::t5;
 use candle_attention_modules::base::did_you_mean;
 
+/// Begins a row.
 const fn of(name: &'static str, model_type: &'static str) -> Architecture {
-    Architecture {
-        name,
-        model_type,
-        reorders_rotary: false,
-        is_hybrid: false,
-        heads_by_layer: false,
-        factors_without_window: false,
-        reads: &[],
-        window_pattern: None,
-        adjust: |_, _| Ok(()),
-    }
-}
-
-impl Architecture {
-    const fn reorders_rotary(self) -> Self {
-        Self { reorders_rotary: true, ..self }
-    }
-
-    const fn hybrid(self) -> Self {
-        Self { is_hybrid: true, ..self }
-    }
-
-    const fn heads_by_layer(self) -> Self {
-        Self { heads_by_layer: true, ..self }
-    }
-
-    const fn factors_without_window(self) -> Self {
-        Self { factors_without_window: true, ..self }
-    }
-
-    const fn reads(self, reads: &'static [&'static str]) -> Self {
-        Self { reads, ..self }
-    }
-
-    const fn window_pattern(self, full_layer: FullLayer) -> Self {
-        Self { window_pattern: Some(full_layer), ..self }
-    }
-
-    const fn adjust(self, adjust: fn(&Metadata, &mut ConfigFields) -> Result<()>) -> Self {
-        Self { adjust, ..self }
-    }
+    Architecture::PLAIN.name(name).model_type(model_type)
 }
 
 /// In alphabetical order.
@@ -62,7 +23,7 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
         .window_pattern(FullLayer::Last)
         .adjust(|metadata, fields| decoders::windows_of_four(metadata, fields, FullLayer::Last)),
     of("apertus", "apertus"),
-    of("arcee", "arcee").reorders_rotary(),
+    of("arcee", "arcee").reorders_rotary(true),
     of("bert", "bert"),
     of("bloom", "bloom"),
     of("chatglm", "glm"),
@@ -96,8 +57,8 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     of("gemma3n", "gemma3n_text").window_pattern(FullLayer::Last).adjust(decoders::gemma3n),
     of("gemma4", "gemma4_text")
         .window_pattern(FullLayer::Last)
-        .heads_by_layer()
-        .factors_without_window()
+        .heads_by_layer(true)
+        .factors_without_window(true)
         .adjust(decoders::gemma4),
     of("glm4", "glm4"),
     of("glm4moe", "glm4_moe"),
@@ -107,21 +68,21 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     }),
     of("gpt2", "gpt2"),
     of("gptneox", "gpt_neox"),
-    of("granite", "granite").reorders_rotary(),
-    of("granite_swa", "granite_swa").reorders_rotary().window_pattern(FullLayer::First),
-    of("granitehybrid", "granitemoehybrid").reorders_rotary().hybrid().adjust(hybrid::granite_hybrid),
-    of("granitemoe", "granitemoe").reorders_rotary(),
+    of("granite", "granite").reorders_rotary(true),
+    of("granite_swa", "granite_swa").reorders_rotary(true).window_pattern(FullLayer::First),
+    of("granitehybrid", "granitemoehybrid").reorders_rotary(true).is_hybrid(true).adjust(hybrid::granite_hybrid),
+    of("granitemoe", "granitemoe").reorders_rotary(true),
     of("hunyuan-dense", "hunyuan_v1_dense"),
     of("hunyuan-moe", "hunyuan_v1_moe"),
     of("hy_v3", "hy_v3"),
     of("jais2", "jais2"),
-    of("jamba", "jamba").hybrid().adjust(hybrid::jamba),
+    of("jamba", "jamba").is_hybrid(true).adjust(hybrid::jamba),
     of("jina-bert-v3", "jina_embeddings_v3"),
-    of("kimi-linear", "kimi_linear").hybrid().adjust(hybrid::kimi_linear),
-    of("laguna", "laguna").window_pattern(FullLayer::First).heads_by_layer().adjust(decoders::laguna),
-    of("lfm2", "lfm2").hybrid().adjust(decoders::lfm2),
-    of("lfm2moe", "lfm2_moe").hybrid().adjust(decoders::lfm2),
-    of("llama", "llama").reorders_rotary().adjust(|metadata, fields| {
+    of("kimi-linear", "kimi_linear").is_hybrid(true).adjust(hybrid::kimi_linear),
+    of("laguna", "laguna").window_pattern(FullLayer::First).heads_by_layer(true).adjust(decoders::laguna),
+    of("lfm2", "lfm2").is_hybrid(true).adjust(decoders::lfm2),
+    of("lfm2moe", "lfm2_moe").is_hybrid(true).adjust(decoders::lfm2),
+    of("llama", "llama").reorders_rotary(true).adjust(|metadata, fields| {
         if metadata.size("expert_count")?.is_some_and(|experts| experts > 0) {
             fields["model_type"] = json!("mixtral");
         } else if fields.get("sliding_window").is_some_and(|window| !window.is_null()) {
@@ -134,7 +95,7 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     of("minicpm3", "minicpm3").adjust(hybrid::latent),
     of("minimax-m2", "minimax_m2"),
     of("mistral3", "ministral3")
-        .reorders_rotary()
+        .reorders_rotary(true)
         .reads(&[hybrid::YARN_LOG_MULTIPLIER, decoders::TEMPERATURE_SCALE])
         .adjust(decoders::mistral3),
     of("modern-bert", "modernbert").window_pattern(FullLayer::First).adjust(|metadata, fields| {
@@ -151,10 +112,10 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
         Ok(())
     }),
     of("nemotron", "nemotron"),
-    of("nemotron_h", "nemotron_h").hybrid().adjust(hybrid::nemotron_h),
-    of("nemotron_h_moe", "nemotron_h").hybrid().adjust(hybrid::nemotron_h),
+    of("nemotron_h", "nemotron_h").is_hybrid(true).adjust(hybrid::nemotron_h),
+    of("nemotron_h_moe", "nemotron_h").is_hybrid(true).adjust(hybrid::nemotron_h),
     of("nomic-bert", "nomic_bert"),
-    of("olmo", "olmo").reorders_rotary().adjust(decoders::clip),
+    of("olmo", "olmo").reorders_rotary(true).adjust(decoders::clip),
     of("olmo2", "olmo2").window_pattern(FullLayer::Last).adjust(decoders::olmo2),
     of("olmoe", "olmoe"),
     of("phi2", "phi"),
@@ -163,14 +124,14 @@ pub(super) const ARCHITECTURES: &[Architecture] = &[
     of("qwen2moe", "qwen2_moe"),
     of("qwen2vl", "qwen2_vl_text").adjust(decoders::on_axes),
     of("qwen3", "qwen3"),
-    of("qwen35", "qwen3_5_text").hybrid().adjust(qwen3_5),
-    of("qwen35moe", "qwen3_5_moe_text").hybrid().adjust(qwen3_5),
+    of("qwen35", "qwen3_5_text").is_hybrid(true).adjust(qwen3_5),
+    of("qwen35moe", "qwen3_5_moe_text").is_hybrid(true).adjust(qwen3_5),
     of("qwen3moe", "qwen3_moe"),
-    of("qwen3next", "qwen3_next").hybrid().adjust(hybrid::qwen3_next),
+    of("qwen3next", "qwen3_next").is_hybrid(true).adjust(hybrid::qwen3_next),
     of("qwen3vl", "qwen3_vl_text").adjust(decoders::on_axes),
     of("qwen3vlmoe", "qwen3_vl_moe_text").adjust(decoders::on_axes),
     of("seed_oss", "seed_oss"),
-    of("smollm3", "smollm3").reorders_rotary(),
+    of("smollm3", "smollm3").reorders_rotary(true),
     of("stablelm", "stablelm"),
     of("starcoder", "gpt_bigcode"),
     of("starcoder2", "starcoder2"),

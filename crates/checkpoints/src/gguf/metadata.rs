@@ -4,28 +4,34 @@ use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::{Error, Result, bail};
 use serde_json::Map;
 
+use crate::hf::columns;
 use candle_attention_modules::base::root;
 
-/// An architecture of llama.cpp: a value of `general.architecture`.
-pub(super) struct Architecture {
-    pub name: &'static str,
+columns! {
+    /// An architecture of llama.cpp: a value of `general.architecture`.
+    struct Architecture,
+    /// The row that all others extend.
+    first PLAIN:
+    /// The value of `general.architecture`.
+    name: &'static str = "",
     /// The `model_type` of the same model in transformers.
-    pub model_type: &'static str,
+    model_type: &'static str = "",
     /// Whether llama.cpp's converter reorders the rows of q and k, so that the two entries of a rotated pair are
     /// neighbours.
-    pub reorders_rotary: bool,
+    reorders_rotary: bool = false,
     /// Whether some layers have no softmax attention, and 0 key heads.
-    pub is_hybrid: bool,
+    is_hybrid: bool = false,
     /// Whether layers have different numbers of heads, which `adjust` reads.
-    pub heads_by_layer: bool,
+    heads_by_layer: bool = false,
     /// Whether the factors of rotary frequencies are for layers without a window alone.
-    pub factors_without_window: bool,
+    factors_without_window: bool = false,
     /// Numbers that change attention and that `adjust` reads, among those that are refused in other architectures.
-    pub reads: &'static [&'static str],
-    /// Which layers have a window where `attention.sliding_window_pattern` is one number.
-    pub window_pattern: Option<FullLayer>,
+    reads: &'static [&'static str] = &[],
     /// Sets the fields that this architecture alone has.
-    pub adjust: fn(&Metadata, &mut ConfigFields) -> Result<()>,
+    adjust: fn(&Metadata, &mut ConfigFields) -> Result<()> = |_, _| Ok(()),
+    [None unless set]
+    /// Which layers have a window where `attention.sliding_window_pattern` is one number.
+    window_pattern: FullLayer,
 }
 
 /// The position of the layer without a window in each group of layers.

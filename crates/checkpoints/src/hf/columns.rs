@@ -1,4 +1,4 @@
-//! Structs whose fields are the columns of a table.
+//! Structs whose fields are the columns of a table: of model types, and of GGUF's architectures.
 
 /// The name of a field with a number, and its default.
 #[derive(Clone, Copy)]
@@ -28,4 +28,4 @@ macro_rules! columns {
         }
     };
 }
-pub(super) use columns;
+pub(crate) use columns;

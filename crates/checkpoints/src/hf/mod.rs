@@ -19,6 +19,8 @@ mod rules;
 mod tests;
 mod windows;
 
+pub(crate) use columns::columns;
+
 use candle_core::Result;
 use candle_nn::VarBuilder;
 use serde_json::Value;

@@ -27,9 +27,11 @@ const HIGGS_AUDIO_ROPE: &str = r#"{"rope_type": "llama3", "factor": 32, "low_fre
 const MISTRAL: Family = DECODER.of("mistral").kv_heads(8).rope(rope(10_000.0, 131_072)).window(Window::All(Some(4096)));
 const QWEN2: Family = DECODER.of("qwen2").kv_heads(32).bias(Bias::Qkv).rope(rope(10_000.0, 32_768))
     .window(Window::From(28));
-const COHERE: Family = LLAMA.of("cohere").sizes([40, 8192, 64]).rope(rope(500_000.0, 8192).interleaved())
+const COHERE: Family = LLAMA.of("cohere").layers(40).width(8192).query_heads(64)
+    .rope(rope(500_000.0, 8192).interleaved())
     .qk_norm(layer_norm(QkNormKind::LayerNoBias, QkNormScope::PerHeadWeights).flag("use_qk_norm"));
-const GLM: Family = DECODER.of("glm").sizes([40, 4096, 32]).grouped(2, 128).bias(Bias::QkvIf("attention_bias", true))
+const GLM: Family = DECODER.of("glm").layers(40).width(4096).query_heads(32).grouped(2, 128)
+    .bias(Bias::QkvIf("attention_bias", true))
     .rope(rope(10_000.0, 131_072).partial(0.5).interleaved());
 const COHERE2: Family = Family { qk_norm: None, ..COHERE }.of("cohere2").head_dim_follows(true)
     .rope(rope(10_000.0, 8192).interleaved().layers(Rotated::Windowed))
@@ -46,19 +48,20 @@ const ATT_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::AttProj, QkvOr
 const ERNIE: Rope = rope(500_000.0, 131_072).interleaved();
 const GRANITE_SWA: Family = GRANITE.of("granitemoe_swa").window(Window::Layers(ButFirstOf(4), Some(128))).sinks(true);
 /// Some of its layers are convolutions.
-const LFM2: Family = DECODER.of("lfm2").sizes([32, 2560, 32]).kv_heads(8)
+const LFM2: Family = DECODER.of("lfm2").layers(32).width(2560).query_heads(32).kv_heads(8)
     .at(MODEL, "layers.{}.self_attn", WeightLayout::Opt).rope(rope(1e6, 128_000))
     .qk_norm(rms_per_head(1e-5).eps(Number("norm_eps", 1e-5))).window(Window::Layers(NoLayer, None));
 /// Kyutai's decoder of sound.
-const KYUTAI: Family = DECODER.of("kyutai_speech_to_text").sizes([48, 2048, 32])
+const KYUTAI: Family = DECODER.of("kyutai_speech_to_text").layers(48).width(2048).query_heads(32)
     .at(MODEL, "layers.{}.self_attn", WeightLayout::Moshi).rope(rope(10_000.0, 750)).window(Window::All(Some(375)));
 /// In alphabetical order.
 pub(super) const ROWS: &[Family] = &[
     LLAMA.of("apertus").rope(rope(12e6, 65_536).default_parameters(APERTUS_ROPE)).qk_norm(rms_per_head(1e-5)),
-    LLAMA.of("arcee").sizes([32, 2560, 32]).rope(rope(10_000.0, 4096)),
+    LLAMA.of("arcee").layers(32).width(2560).query_heads(32).rope(rope(10_000.0, 4096)),
     LLAMA.of("aria_text"),
-    LLAMA.of("bitnet").sizes([30, 2560, 20]).kv_heads(5).rope(rope(500_000.0, 2048)).rules(&[rules::rms_of_output]),
-    DECODER.of("blt_global_transformer").sizes([25, 2048, 16]).head_dim_follows(true)
+    LLAMA.of("bitnet").layers(30).width(2560).query_heads(20).kv_heads(5).rope(rope(500_000.0, 2048))
+        .rules(&[rules::rms_of_output]),
+    DECODER.of("blt_global_transformer").layers(25).width(2048).query_heads(16).head_dim_follows(true)
         .below(&["model.global_transformer.", "global_transformer.", ""]).dropout(Number("dropout", 0.0))
         .rope(rope(500_000.0, 4096).interleaved()),
     LLAMA.of("chameleon").kv_heads(32).head_dim_follows(true).rope(rope(10_000.0, 4096))
@@ -66,75 +69,86 @@ pub(super) const ROWS: &[Family] = &[
     COHERE,
     COHERE2,
     COHERE2.of("cohere2_moe").head_dim(128).head_dim_follows(false),
-    LLAMA.of("csm").sizes([16, 2048, 32]).kv_heads(8).below(&["backbone_model.", ""]).rope(rope(500_000.0, 2048)),
-    LLAMA.of("csm_depth_decoder_model").sizes([4, 1024, 8]).kv_heads(2).below(&["model.", "depth_decoder.model.", ""])
+    LLAMA.of("csm").layers(16).width(2048).query_heads(32).kv_heads(8).below(&["backbone_model.", ""])
+        .rope(rope(500_000.0, 2048)),
+    LLAMA.of("csm_depth_decoder_model").layers(4).width(1024).query_heads(8).kv_heads(2)
+        .below(&["model.", "depth_decoder.model.", ""])
         .rope(rope(500_000.0, 33)),
-    DECODER.of("cwm").sizes([64, 6144, 48]).grouped(8, 128).rope(rope(1e6, 131_072).default_parameters(CWM_ROPE))
+    DECODER.of("cwm").layers(64).width(6144).query_heads(48).grouped(8, 128)
+        .rope(rope(1e6, 131_072).default_parameters(CWM_ROPE))
         .window(Window::Layers(ButFirstOf(4), Some(8192))),
-    DECODER.of("dbrx").names(["n_layers", "d_model", "n_heads"]).sizes([24, 2048, 16]).head_dim_follows(true)
+    DECODER.of("dbrx").layers_from("n_layers").width_from("d_model").query_heads_from("n_heads").layers(24).width(2048)
+        .query_heads(16).head_dim_follows(true)
         .at(&["transformer.", ""], "blocks.{}.norm_attn_norm.attn", WQKV).heads(Heads::By(rules::dbrx_key_heads))
         .rope(rope(10_000.0, 2048)).rules(&[rules::dbrx]),
     LLAMA.of("deepseek_ocr2_text").head_dim_follows(true).below(&["model.language_model.", "language_model.", ""]),
-    LLAMA.of("dots1").sizes([62, 4608, 32]).qk_norm(rms_per_head(1e-6)).window(Window::By(windows::dots)),
+    LLAMA.of("dots1").layers(62).width(4608).query_heads(32).qk_norm(rms_per_head(1e-6))
+        .window(Window::By(windows::dots)),
     LLAMA.of("emu3_text_model").kv_heads(8).bias(Bias::None)
         .below(&["model.", "text_model.model.", "model.text_model.", ""]).dropout(Number("attention_dropout", 0.1))
         .rope(rope(1e6, 9216)),
-    DECODER.of("ernie4_5").sizes([18, 1024, 16]).grouped(2, 128).bias(Bias::AllIf("use_bias", false)).rope(ERNIE),
-    DECODER.of("ernie4_5_moe").sizes([28, 2560, 20]).kv_heads(4).bias(Bias::AllIf("use_bias", false)).rope(ERNIE),
+    DECODER.of("ernie4_5").layers(18).width(1024).query_heads(16).grouped(2, 128).bias(Bias::AllIf("use_bias", false))
+        .rope(ERNIE),
+    DECODER.of("ernie4_5_moe").layers(28).width(2560).query_heads(20).kv_heads(4).bias(Bias::AllIf("use_bias", false))
+        .rope(ERNIE),
     EXAONE4,
     EXAONE4.of("exaone_moe"),
     // Each layer has a state space model too.
     LLAMA.of("falcon_h1").kv_heads(8).rope(rope(10_000.0, 8192))
         .scale(Scale::UsualTimes(Number("key_multiplier", 1.0))),
     // Layers without a window have no positions.
-    LLAMA.of("flint").sizes([49, 2048, 32]).grouped(4, 128).rope(rope(10_000.0, 262_144).layers(Rotated::Windowed))
+    LLAMA.of("flint").layers(49).width(2048).query_heads(32).grouped(4, 128)
+        .rope(rope(10_000.0, 262_144).layers(Rotated::Windowed))
         .qk_norm(rms_per_head(1e-6)).window(Window::By(windows::flint)).sinks(true)
         .sinks_name("softmax_offset"),
     LLAMA.of("flex_olmo").qk_norm(rms_per_head(1e-6).scope(QkNormScope::Projection)).rope(rope(500_000.0, 4096)),
     GLM,
     GLM.of("glm4"),
-    DECODER.of("glm4_moe").sizes([46, 4096, 96]).kv_heads(8).bias(Bias::QkvIf("attention_bias", false))
+    DECODER.of("glm4_moe").layers(46).width(4096).query_heads(96).kv_heads(8).bias(Bias::QkvIf("attention_bias", false))
         .rope(rope(10_000.0, 131_072).partial(0.5)).qk_norm(rms_per_head(1e-5).flag("use_qk_norm")),
-    DECODER.of("gpt_oss").sizes([36, 2880, 64]).grouped(8, 64).bias(Bias::AllIf("attention_bias", true))
+    DECODER.of("gpt_oss").layers(36).width(2880).query_heads(64).grouped(8, 64)
+        .bias(Bias::AllIf("attention_bias", true))
         .rope(rope(150_000.0, 131_072).default_parameters(GPT_OSS_ROPE)).window(Window::Layers(FirstOf(2), Some(128)))
         .sinks(true),
     GRANITE,
     GRANITE.of("granite4_vision_text"),
-    GRANITE.of("granite_docling_text").sizes([28, 1024, 16]).kv_heads(4).rope(rope(10_000.0, 32_768))
+    GRANITE.of("granite_docling_text").layers(28).width(1024).query_heads(16).kv_heads(4).rope(rope(10_000.0, 32_768))
         .scale(Scale::Field(Number("attention_multiplier", 0.015625))),
-    GRANITE_SWA.of("granite_swa").sizes([24, 2560, 20]).kv_heads(4).rope(rope(10_000.0, 8192)),
+    GRANITE_SWA.of("granite_swa").layers(24).width(2560).query_heads(20).kv_heads(4).rope(rope(10_000.0, 8192)),
     GRANITE.of("granitemoe"),
     GRANITE_SWA,
     GRANITE.of("granitemoeshared"),
-    DECODER.of("helium").sizes([24, 2560, 20]).grouped(20, 128).bias(Bias::QkvIf("attention_bias", false))
+    DECODER.of("helium").layers(24).width(2560).query_heads(20).grouped(20, 128)
+        .bias(Bias::QkvIf("attention_bias", false))
         .rope(rope(100_000.0, 4096).interleaved()),
-    LLAMA.of("higgs_audio_v2").sizes([28, 3072, 24]).grouped(8, 128)
+    LLAMA.of("higgs_audio_v2").layers(28).width(3072).query_heads(24).grouped(8, 128)
         .rope(rope(500_000.0, 2048).default_parameters(HIGGS_AUDIO_ROPE)),
     HUNYUAN,
     HUNYUAN.of("hunyuan_v1_moe"),
-    LLAMA.of("hy_v3").sizes([80, 4096, 64]).grouped(8, 128).rope(rope(11_158_840.0, 131_072))
+    LLAMA.of("hy_v3").layers(80).width(4096).query_heads(64).grouped(8, 128).rope(rope(11_158_840.0, 131_072))
         .qk_norm(rms_per_head(1e-5)),
     LLAMA.of("hyperclovax").scale(Scale::UsualOr("attention_multiplier")),
-    DECODER.of("jais2").sizes([32, 3328, 26]).head_dim(128).bias(Bias::AllIf("attention_bias", true))
+    DECODER.of("jais2").layers(32).width(3328).query_heads(26).head_dim(128).bias(Bias::AllIf("attention_bias", true))
         .rope(rope(10_000.0, 8192)),
-    EXAONE4.of("kolibri1").sizes([50, 2560, 48]).grouped(4, 128).qk_norm(rms_per_head(1e-6))
+    EXAONE4.of("kolibri1").layers(50).width(2560).query_heads(48).grouped(4, 128).qk_norm(rms_per_head(1e-6))
         .rope(rope(10_000.0, 2048).layers(Rotated::WindowedIfAny)).window(Window::Layers(ButLastOf(5), Some(513))),
     LFM2,
-    LFM2.of("lfm2_moe").sizes([32, 2048, 32]),
+    LFM2.of("lfm2_moe").layers(32).width(2048).query_heads(32),
     LLAMA,
-    LLAMA.of("mellum").sizes([28, 2304, 32]).grouped(4, 128).rope(rope(500_000.0, 131_072))
+    LLAMA.of("mellum").layers(28).width(2304).query_heads(32).grouped(4, 128).rope(rope(500_000.0, 131_072))
         .windowed_rope(rope(10_000.0, 131_072)).qk_norm(rms_per_head(1e-6)).window(Window::Layers(NoLayer, Some(1024))),
     DECODER.of("minimax").kv_heads(8).rope(rope(1e6, 131_072)).window(Window::By(windows::minimax)),
-    DECODER.of("minimax_m2").sizes([62, 3072, 48]).grouped(8, 128).rope(rope(5e6, 196_608).partial(1.0))
+    DECODER.of("minimax_m2").layers(62).width(3072).query_heads(48).grouped(8, 128)
+        .rope(rope(5e6, 196_608).partial(1.0))
         .qk_norm(rms_per_head(1e-6).scope(QkNormScope::Projection)).rules(&[rules::minimax_rotary]),
     MISTRAL.of("ministral").window(Window::By(windows::ministral)),
     MISTRAL,
     MISTRAL.of("mixtral").rope(rope(1_000_000.0, 131_072)).window(Window::All(None)),
-    DECODER.of("mllama_text_model").sizes([40, 4096, 32]).kv_heads(8).rope(rope(500_000.0, 131_072)),
-    LLAMA.of("modernbert-decoder").sizes([22, 768, 12]).heads(Heads::Equal)
+    DECODER.of("mllama_text_model").layers(40).width(4096).query_heads(32).kv_heads(8).rope(rope(500_000.0, 131_072)),
+    LLAMA.of("modernbert-decoder").layers(22).width(768).query_heads(12).heads(Heads::Equal)
         .at(MODEL, "layers.{}.attn", WeightLayout::ModernBertDecoder).rope(MODERNBERT_ROPE)
         .windowed_rope(MODERNBERT_WINDOWED_ROPE).window(Window::By(windows::modernbert)),
-    DECODER.of("molmo2_text").sizes([36, 4096, 32]).grouped(8, 128)
+    DECODER.of("molmo2_text").layers(36).width(4096).query_heads(32).grouped(8, 128)
         .aliases(&[("qkv_bias", "attention_bias"), ("layer_norm_eps", "rms_norm_eps")])
         .at(&["model.transformer.", "transformer."], "blocks.{}.self_attn", ATT_PROJ)
         .or_at(MODEL, "layers.{}.self_attn", ATT_PROJ).bias(Bias::QkvIf("attention_bias", false))
@@ -142,44 +156,50 @@ pub(super) const ROWS: &[Family] = &[
         .rules(&[rules::molmo_scaling]),
     KYUTAI,
     // transformers 5 reads it for caches and forgets it in the mask of a prompt.
-    KYUTAI.of("moshi").sizes([32, 4096, 32]).at(&["model.", "decoder.model.", ""], "layers.{}.self_attn", WeightLayout::Moshi)
+    KYUTAI.of("moshi").layers(32).width(4096).query_heads(32)
+        .at(&["model.", "decoder.model.", ""], "layers.{}.self_attn", WeightLayout::Moshi)
         .rope(rope(10_000.0, 3000)).window(Window::All(Some(3000))),
-    LLAMA.of("nemotron").sizes([32, 6144, 48]).rope(rope(10_000.0, 4096).partial(0.5)),
+    LLAMA.of("nemotron").layers(32).width(6144).query_heads(48).rope(rope(10_000.0, 4096).partial(0.5)),
     LLAMA.of("olmo").rules(&[rules::clipped]),
     OLMO2,
-    DECODER.of("openai_privacy_filter").sizes([8, 640, 14]).grouped(2, 64).bias(Bias::AllIf("attention_bias", true))
+    DECODER.of("openai_privacy_filter").layers(8).width(640).query_heads(14).grouped(2, 64)
+        .bias(Bias::AllIf("attention_bias", true))
         .rope(rope(150_000.0, 131_072).interleaved().default_parameters(GPT_OSS_ROPE)).mask(Mask::Encoder)
         .window(Window::All(Some(128))).sinks(true),
     // transformers before 5.13 writes one object for layers of all kinds.
     OLMO2.of("olmo3").rope(rope(500_000.0, 2048).one_for_all(true))
         .windowed_rope(rope(500_000.0, 2048).one_for_all(true)).window(Window::Layers(ButLastOf(4), Some(4096))),
     // Most of its layers are recurrences.
-    OLMO2.of("olmo_hybrid").sizes([32, 3840, 30]).qk_norm(rms_per_head(1e-6).scope(QkNormScope::Projection))
+    OLMO2.of("olmo_hybrid").layers(32).width(3840).query_heads(30)
+        .qk_norm(rms_per_head(1e-6).scope(QkNormScope::Projection))
         .rope(rope(10_000.0, 65_536).layers(Rotated::If(rules::has_theta))).linear(Linear::OLMO),
-    OLMO2.of("olmoe").sizes([16, 2048, 16]).rope(rope(10_000.0, 4096)).rules(&[rules::clipped]),
-    DECODER.of("phi3").sizes([32, 3072, 32]).at(MODEL, "layers.{}.self_attn", QKV_PROJ)
+    OLMO2.of("olmoe").layers(16).width(2048).query_heads(16).rope(rope(10_000.0, 4096)).rules(&[rules::clipped]),
+    DECODER.of("phi3").layers(32).width(3072).query_heads(32).at(MODEL, "layers.{}.self_attn", QKV_PROJ)
         .rope(rope(10_000.0, 4096).partial(1.0).long_rope_only(true)).window(Window::All(None)),
-    DECODER.of("phi4_multimodal").sizes([32, 3072, 32]).kv_heads(8).at(MODEL, "layers.{}.self_attn", QKV_PROJ)
+    DECODER.of("phi4_multimodal").layers(32).width(3072).query_heads(32).kv_heads(8)
+        .at(MODEL, "layers.{}.self_attn", QKV_PROJ)
         .rope(rope(10_000.0, 4096).partial(1.0).long_rope_only(true)).window(Window::All(None)),
     LLAMA.of("phimoe").kv_heads(8).rope(rope(1e6, 131_072)).window(Window::All(None)).rules(&[rules::no_scaling]),
     QWEN2,
-    QWEN2.of("qwen2_moe").sizes([24, 2048, 16]).kv_heads(16).bias(Bias::QkvIf("qkv_bias", true)),
+    QWEN2.of("qwen2_moe").layers(24).width(2048).query_heads(16).kv_heads(16).bias(Bias::QkvIf("qkv_bias", true)),
     QWEN3,
-    QWEN3.of("qwen3_moe").sizes([24, 2048, 32]).kv_heads(4).window(Window::By(windows::qwen3_moe)),
-    QWEN3.of("qwen3_omni_moe_talker_code_predictor").sizes([5, 1024, 16])
+    QWEN3.of("qwen3_moe").layers(24).width(2048).query_heads(32).kv_heads(4).window(Window::By(windows::qwen3_moe)),
+    QWEN3.of("qwen3_omni_moe_talker_code_predictor").layers(5).width(1024).query_heads(16)
         .below(&["model.", "talker.code_predictor.model.", "code_predictor.model.", ""]).grouped(8, 128),
-    DECODER.of("seed_oss").sizes([64, 4096, 80]).grouped(8, 128).bias(Bias::QkvIf("attention_bias", true))
+    DECODER.of("seed_oss").layers(64).width(4096).query_heads(80).grouped(8, 128)
+        .bias(Bias::QkvIf("attention_bias", true))
         .dropout(Number("attention_dropout", 0.1)).rope(rope(10_000.0, 524_288)).rules(&[rules::out_bias]),
-    LLAMA.of("smollm3").sizes([36, 2048, 16]).kv_heads(4)
+    LLAMA.of("smollm3").layers(36).width(2048).query_heads(16).kv_heads(4)
         .rope(rope(2_000_000.0, 32_768).layers(Rotated::If(layer_kinds::alternates_rotary)))
         .window(Window::By(windows::smollm3)),
-    DECODER.of("solar_open").sizes([48, 4096, 64]).grouped(8, 128).bias(Bias::QkvIf("attention_bias", false))
+    DECODER.of("solar_open").layers(48).width(4096).query_heads(64).grouped(8, 128)
+        .bias(Bias::QkvIf("attention_bias", false))
         .rope(rope(1e6, 131_072)),
-    DECODER.of("stablelm").sizes([32, 2560, 32]).kv_heads(32).head_dim_follows(true)
+    DECODER.of("stablelm").layers(32).width(2560).query_heads(32).kv_heads(32).head_dim_follows(true)
         .bias(Bias::QkvIf("use_qkv_bias", false)).rope(rope(10_000.0, 4096).partial(0.25))
         .qk_norm(layer_norm(QkNormKind::LayerNoBias, QkNormScope::PerHeadWeights).flag("qk_layernorm")),
     MISTRAL.of("voxtral_realtime_text").below(&["language_model.model.", "model.language_model.", "model.", ""]),
-    DECODER.of("starcoder2").sizes([30, 3072, 24]).kv_heads(2).bias(Bias::AllIf("use_bias", true))
+    DECODER.of("starcoder2").layers(30).width(3072).query_heads(24).kv_heads(2).bias(Bias::AllIf("use_bias", true))
         .rope(rope(10_000.0, 4096)).window(Window::All(None)),
 ];
 
@@ -187,36 +207,38 @@ pub(super) const ROWS: &[Family] = &[
 const MINISTRAL_3_ROPE: &str = r#"{"rope_type": "yarn", "factor": 16, "mscale": 1, "mscale_all_dim": 1,
     "original_max_position_embeddings": 16384}"#;
 
-const QWEN3_NEXT: Family = LLAMA.of("qwen3_next").sizes([48, 2048, 16]).grouped(2, 256)
+const QWEN3_NEXT: Family = LLAMA.of("qwen3_next").layers(48).width(2048).query_heads(16).grouped(2, 256)
     .rope(rope(10_000.0, 32_768).partial(0.25)).qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsPlusOne))
     .linear(Linear::QWEN3_NEXT).gate(GATE_IN_QUERY);
 
 /// Decoders of text whose context passes a gate, or whose queries are scaled by position.
 pub(super) const GATED: &[Family] = &[
-    LLAMA.of("afmoe").sizes([32, 2048, 16]).head_dim(128).rope(rope(10_000.0, 16_384).layers(Rotated::Windowed))
+    LLAMA.of("afmoe").layers(32).width(2048).query_heads(16).head_dim(128)
+        .rope(rope(10_000.0, 16_384).layers(Rotated::Windowed))
         .qk_norm(rms_per_head(1e-5)).window(Window::Layers(ButLastBy("global_attn_every_n_layers", 4), Some(1024)))
         .gate(GATE),
-    LLAMA.of("laguna").sizes([40, 2048, 48]).grouped(8, 128).rope(rope(500_000.0, 131_072).partial(0.5))
+    LLAMA.of("laguna").layers(40).width(2048).query_heads(48).grouped(8, 128)
+        .rope(rope(500_000.0, 131_072).partial(0.5))
         .windowed_rope(rope(10_000.0, 131_072).partial(1.0)).qk_norm(rms_per_head(1e-6))
         .window(Window::Layers(NoLayer, Some(512))).rules(&[rules::laguna]),
     // Most of its layers are convolutions.
-    LLAMA.of("lfm3").sizes([24, 2048, 16]).grouped(4, 128)
+    LLAMA.of("lfm3").layers(24).width(2048).query_heads(16).grouped(4, 128)
         .rope(rope(1e6, 128_000).default_parameters(r#"{"rope_type": "proportional", "partial_rotary_factor": 0.5}"#))
         .windowed_rope(rope(10_000.0, 128_000)).qk_norm(rms_per_head(1e-5).eps(Number("norm_eps", 1e-5)))
         .window(Window::By(windows::lfm3)).rules(&[rules::gate_if_flag]),
-    LLAMA.of("llama4_text").sizes([48, 5120, 40]).grouped(8, 128)
+    LLAMA.of("llama4_text").layers(48).width(5120).query_heads(40).grouped(8, 128)
         .rope(rope(500_000.0, 131_072).interleaved().layers(Rotated::If(layer_kinds::alternates_rotary)))
         .rules(&[rules::llama4]),
-    LLAMA.of("ministral3").sizes([34, 4096, 32]).grouped(8, 128).bias(Bias::None)
+    LLAMA.of("ministral3").layers(34).width(4096).query_heads(32).grouped(8, 128).bias(Bias::None)
         .rope(rope(1e6, 262_144).default_parameters(MINISTRAL_3_ROPE)).window(Window::All(None))
         .rules(&[rules::attention_temperature]),
-    LLAMA.of("muse_glimmer_text").sizes([52, 6656, 32]).grouped(2, 128)
+    LLAMA.of("muse_glimmer_text").layers(52).width(6656).query_heads(32).grouped(2, 128)
         .rope(rope(10_000.0, 131_072).layers(Rotated::If(rules::muse_rotary)))
         .qk_norm(rms_per_head(1e-5).kind(QkNormKind::RmsNoWeight)).window(Window::By(windows::muse_glimmer))
         .gate(GATE).scale(Scale::UsualTimes(Number("qk_scale_factor", 3.87))),
     QWEN3_NEXT,
     // As published, several of its fields are lists or entries of lists.
-    LLAMA.of("step3p5").sizes([45, 4096, 64]).grouped(8, 128)
+    LLAMA.of("step3p5").layers(45).width(4096).query_heads(64).grouped(8, 128)
         .aliases(&[("num_attention_groups", "num_key_value_heads")]).rope(rope(10_000.0, 128_000).partial(1.0))
         .windowed_rope(rope(10_000.0, 128_000).partial(1.0))
         .qk_norm(rms_per_head(1e-5).kind(QkNormKind::RmsPlusOne)).window(Window::Layers(NoLayer, None))
@@ -232,11 +254,11 @@ pub(super) const HYBRID: &[Family] = &[
         .window(Window::By(windows::granite_hybrid)).scale(Scale::Field(Number("attention_multiplier", 1.0))),
     DECODER.of("jamba").kv_heads(8).window(Window::By(windows::jamba)),
     // The layers of experts and of other feed-forward networks count too.
-    DECODER.of("nemotron_h").sizes([4, 4096, 32]).grouped(8, 128)
+    DECODER.of("nemotron_h").layers(4).width(4096).query_heads(32).grouped(8, 128)
         .at(&["model.", "backbone.", ""], "layers.{}.mixer", WeightLayout::Canonical)
         .bias(Bias::AllIf("attention_bias", false)).aliases(&[("layer_types", "layers_block_type")])
         .window(Window::By(windows::nemotron_h)),
-    DECODER.of("recurrent_gemma").sizes([26, 2560, 10]).head_dim_follows(true)
+    DECODER.of("recurrent_gemma").layers(26).width(2560).query_heads(10).head_dim_follows(true)
         .bias(Bias::OutAndQkvIf("attention_bias", false))
         .at(MODEL, "layers.{}.temporal_block", WeightLayout::Canonical).rope(rope(10_000.0, 8192).partial(0.5))
         .window(Window::By(windows::recurrent_gemma)),
@@ -244,11 +266,11 @@ pub(super) const HYBRID: &[Family] = &[
 
 /// Decoders of text with linear attention in most layers, whose softmax attention is of other kinds.
 pub(super) const LINEAR: &[Family] = &[
-    DECODER.of("bailing_hybrid").sizes([42, 2560, 32]).linear(Linear::BAILING)
+    DECODER.of("bailing_hybrid").layers(42).width(2560).query_heads(32).linear(Linear::BAILING)
         .unsupported(Some("latent attention with a gate")),
-    DECODER.of("glm5_next_text").sizes([45, 4096, 64]).linear(Linear::GLM5)
+    DECODER.of("glm5_next_text").layers(45).width(4096).query_heads(64).linear(Linear::GLM5)
         .unsupported(Some("attention to keys that an indexer chooses")),
-    DECODER.of("qwen4_exp_text").sizes([40, 2048, 16]).linear(Linear::QWEN4)
+    DECODER.of("qwen4_exp_text").layers(40).width(2048).query_heads(16).linear(Linear::QWEN4)
         .unsupported(Some("attention to keys that an indexer chooses")),
 ];
 
@@ -259,7 +281,8 @@ const NAMES: ModuleNames = ModuleNames {
 };
 const DEEPSEEK_V2: Family = DECODER.of("deepseek_v2").modules([Some(NAMES), None]).latent(Latent::DEEPSEEK)
     .rope(rope(10_000.0, 2048).interleaved()).only(&[("rope_interleave", "true")]);
-const DEEPSEEK_V3: Family = DEEPSEEK_V2.of("deepseek_v3").sizes([61, 7168, 128]).rope(by_flag(4096)).only(&[]);
+const DEEPSEEK_V3: Family = DEEPSEEK_V2.of("deepseek_v3").layers(61).width(7168).query_heads(128).rope(by_flag(4096))
+    .only(&[]);
 
 /// Neighbours, or halves by `rope_interleave`.
 const fn by_flag(context: usize) -> Rope {
@@ -285,21 +308,21 @@ const KIMI_LINEAR: Latent = Latent { q_lora_rank: None, rotates: false, ..Latent
 
 /// Latent attention: DeepSeek's, and the same attention in other models.
 pub(super) const LATENT: &[Family] = &[
-    DEEPSEEK_V3.of("axk1").sizes([61, 7168, 64]).rope(by_flag(32_768)),
+    DEEPSEEK_V3.of("axk1").layers(61).width(7168).query_heads(64).rope(by_flag(32_768)),
     DEEPSEEK_V2,
     DEEPSEEK_V3,
-    DEEPSEEK_V2.of("deepseek_v32").sizes([61, 7168, 128]).rope(rope(10_000.0, 163_840).interleaved())
+    DEEPSEEK_V2.of("deepseek_v32").layers(61).width(7168).query_heads(128).rope(rope(10_000.0, 163_840).interleaved())
         .latent(DEEPSEEK_V32),
-    DEEPSEEK_V2.of("glm_moe_dsa").sizes([78, 6144, 64]).rope(rope(10_000.0, 202_752).interleaved())
+    DEEPSEEK_V2.of("glm_moe_dsa").layers(78).width(6144).query_heads(64).rope(rope(10_000.0, 202_752).interleaved())
         .latent(GLM5),
-    DEEPSEEK_V3.of("glm4_moe_lite").sizes([47, 2048, 20]).rope(by_flag(202_752))
+    DEEPSEEK_V3.of("glm4_moe_lite").layers(47).width(2048).query_heads(20).rope(by_flag(202_752))
         .latent(GLM4_LITE),
     // As it is published; transformers loads it as DeepSeek V3.
     DEEPSEEK_V3.of("kimi_k2").has_default_sizes(false),
-    DEEPSEEK_V3.of("kimi_linear").sizes([27, 2304, 32]).latent(KIMI_LINEAR).linear(Linear::KIMI)
+    DEEPSEEK_V3.of("kimi_linear").layers(27).width(2304).query_heads(32).latent(KIMI_LINEAR).linear(Linear::KIMI)
         .only(&[("mla_use_nope", "true")]),
-    DEEPSEEK_V3.of("minicpm3").sizes([62, 2560, 40]).rope(rope(10_000.0, 32_768)).latent(MINICPM3),
-    DEEPSEEK_V3.of("youtu").sizes([32, 2048, 16]).rope(by_flag(131_072)),
+    DEEPSEEK_V3.of("minicpm3").layers(62).width(2560).query_heads(40).rope(rope(10_000.0, 32_768)).latent(MINICPM3),
+    DEEPSEEK_V3.of("youtu").layers(32).width(2048).query_heads(16).rope(by_flag(131_072)),
 ];
 
 /// The text of a model of texts and images, as transformers saves it, as Gemma 3 was published, and without a head.
@@ -309,9 +332,10 @@ const PROPORTIONAL: Rope =
     rope(1e6, 131_072).default_parameters(r#"{"rope_type": "proportional", "partial_rotary_factor": 0.25}"#);
 
 // What it does depends on the implementation of attention that transformers uses: some keep the causal mask.
-const GEMMA: Family = LLAMA.of("gemma").sizes([28, 3072, 16]).grouped(16, 256).rope(rope(10_000.0, 8192))
+const GEMMA: Family = LLAMA.of("gemma").layers(28).width(3072).query_heads(16).grouped(16, 256)
+    .rope(rope(10_000.0, 8192))
     .only(&[("use_bidirectional_attention", "false")]);
-const GEMMA2: Family = GEMMA.of("gemma2").sizes([26, 2304, 8]).grouped(4, 256)
+const GEMMA2: Family = GEMMA.of("gemma2").layers(26).width(2304).query_heads(8).grouped(4, 256)
     .window(Window::Layers(FirstOf(2), Some(4096))).scale(Scale::RootOf(Number("query_pre_attn_scalar", 256.0)))
     .rules(&[rules::softcapped]);
 const GEMMA3_TEXT: Family = GEMMA2.of("gemma3_text").rope(rope(1e6, 131_072))
@@ -319,10 +343,12 @@ const GEMMA3_TEXT: Family = GEMMA2.of("gemma3_text").rope(rope(1e6, 131_072))
     .qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsPlusOne))
     .window(Window::Layers(ButLastBy(PATTERN, 6), Some(4096))).mask(Mask::CausalOrBidirectional)
     .only(&[("model_type", "\"gemma3_text\""), ("attn_logit_softcapping", "null")]).rules(&[]);
-const GEMMA3N: Family = LLAMA.of("gemma3n_text").sizes([35, 2048, 8]).grouped(2, 256).rope(rope(1e6, 32_768))
+const GEMMA3N: Family = LLAMA.of("gemma3n_text").layers(35).width(2048).query_heads(8).grouped(2, 256)
+    .rope(rope(1e6, 32_768))
     .windowed_rope(rope(10_000.0, 32_768).theta(Number("rope_local_base_freq", 10_000.0))).qk_norm(rms_per_head(1e-6))
     .window(Window::Layers(ButLastOf(5), Some(512))).scale(Scale::Fixed(1.0)).value_norm(true).kv_shared_layers(15);
-const GEMMA4: Family = GEMMA3N.of("gemma4_text").sizes([30, 2304, 8]).grouped(4, 256).rope(PROPORTIONAL)
+const GEMMA4: Family = GEMMA3N.of("gemma4_text").layers(30).width(2304).query_heads(8).grouped(4, 256)
+    .rope(PROPORTIONAL)
     .windowed_rope(rope(10_000.0, 131_072)).window(Window::NeverLast(ButLastOf(6), 512))
     .mask(Mask::CausalOrBidirectional).kv_shared_layers(0).rules(&[rules::gemma4_full]);
 const GEMMA4_UNIFIED: Family = GEMMA4.of("gemma4_unified_text").window(Window::NeverLast(ButLastOf(6), 1024));
@@ -338,7 +364,7 @@ pub(super) const GEMMAS: &[Family] = &[
     // Its encoder.
     UNSHARED.of("diffusion_gemma_text").below(&["model.encoder.language_model.", "encoder.language_model.", ""])
         .rules(&[rules::diffusion_gemma_full]),
-    UNSHARED.of("embedding_gemma2_text").sizes([24, 512, 4]).grouped(2, 256).rope(rope(1e6, 262_144))
+    UNSHARED.of("embedding_gemma2_text").layers(24).width(512).query_heads(4).grouped(2, 256).rope(rope(1e6, 262_144))
         .windowed_rope(rope(10_000.0, 262_144)).window(Window::Layers(ButLastOf(6), Some(512))).mask(Mask::Encoder)
         .rules(&[rules::embedding_gemma_full]),
     GEMMA,

@@ -3,7 +3,7 @@
 
 use super::{DECODER, DECODER_LAYERS, ENCODER, HEADS, HIDDEN, LAYERS, LLAMA, MODEL, MODERNBERT_ROPE};
 use super::{MODERNBERT_WINDOWED_ROPE, QKV_PROJ, TEXT_MODEL, WQKV, layer_norm};
-use super::{Bias, Family, Heads, Mask, Number, Scale, SharedPlace};
+use super::{Bias, Family, Heads, Mask, Number, Scale, SharedPlace, Sizes};
 use crate::hf::fields::Aliases;
 use crate::hf::positions::{Deberta, Positions};
 use crate::hf::rope::{Ntk, Rotated, rope};
@@ -25,7 +25,8 @@ const BERT: Family = ENCODER.of("bert").at(&["bert.", ""], BLOCKS, WeightLayout:
 const ROBERTA: Family = BERT.of("roberta").below(&["roberta.", ""]);
 /// The text of a model of texts and images.
 const BESIDE_IMAGES: Family = BERT.below(TEXT_MODEL);
-const XLM: Family = ENCODER.of("xlm").names(["n_layers", "emb_dim", "n_heads"]).sizes([12, 2048, 16])
+const XLM: Family = ENCODER.of("xlm").layers_from("n_layers").width_from("emb_dim").query_heads_from("n_heads")
+    .layers(12).width(2048).query_heads(16)
     .at(&["transformer.", ""], "attentions.{}", WeightLayout::DistilBert).dropout(Number("attention_dropout", 0.1))
     .mask(Mask::CausalIf("causal"));
 /// The names of the published checkpoints, which are older than the family in transformers.
@@ -39,41 +40,44 @@ const NOMIC_ALIASES: Aliases = &[
 ];
 
 pub(super) const ROWS: &[Family] = &[
-    BERT.of("albert").sizes([12, 4096, 64])
+    BERT.of("albert").layers(12).width(4096).query_heads(64)
         .at(&["albert.", ""], "encoder.albert_layer_groups.0.albert_layers.0.attention", WeightLayout::Albert)
         .dropout(Number("attention_probs_dropout_prob", 0.0)).mask(Mask::Encoder)
         .only(&[("position_embedding_type", "\"absolute\""), ("num_hidden_groups", "1"), ("inner_group_num", "1")]),
     BESIDE_IMAGES.of("align_text_model"),
-    BERT.of("altclip_text_model").sizes([24, 1024, 16])
+    BERT.of("altclip_text_model").layers(24).width(1024).query_heads(16)
         .at(&["text_model.roberta.", "roberta.", ""], "encoder.layers.{}.attention", WeightLayout::Bert)
         .or_at(&["text_model.roberta.", "roberta.", ""], BLOCKS, WeightLayout::Bert)
         .dropout(Number("attention_probs_dropout_prob", 0.0)),
     BERT,
-    BERT.of("bert-generation").sizes([24, 1024, 16]),
+    BERT.of("bert-generation").layers(24).width(1024).query_heads(16),
     BESIDE_IMAGES.of("bridgetower_text_model"),
     ROBERTA.of("camembert"),
     BESIDE_IMAGES.of("chinese_clip_text_model"),
     BESIDE_IMAGES.of("clap_text_model"),
     BERT.of("data2vec-text").below(&["data2vec_text.", ""]),
-    ENCODER.of("distilbert").names(["n_layers", "dim", "n_heads"]).sizes([6, 768, 12])
+    ENCODER.of("distilbert").layers_from("n_layers").width_from("dim").query_heads_from("n_heads").layers(6).width(768)
+        .query_heads(12)
         .at(&["distilbert.", ""], "transformer.layer.{}.attention", WeightLayout::DistilBert)
         .dropout(Number("attention_dropout", 0.1)),
     BERT.of("dpr")
         .below(&["question_encoder.bert_model.", "ctx_encoder.bert_model.", "span_predictor.encoder.bert_model."]),
-    ENCODER.of("esmc").sizes([80, 2560, 40]).bias(Bias::AllIf("attention_bias", false)).below(&["esmc.", "model.", ""])
+    ENCODER.of("esmc").layers(80).width(2560).query_heads(40).bias(Bias::AllIf("attention_bias", false))
+        .below(&["esmc.", "model.", ""])
         .dropout(Number("attention_dropout", 0.0)).rope(rope(10_000.0, 2048))
         .qk_norm(layer_norm(QkNormKind::LayerNoBias, QkNormScope::Projection)),
     BERT.of("esm").below(&["esm.", ""])
         .rope(rope(10_000.0, 1026).layers(Rotated::IfText("position_embedding_type", "rotary"))).only(&[])
         .rules(&[rules::esm_positions]),
-    BERT.of("electra").sizes([12, 256, 4]).below(&["electra.", ""]),
+    BERT.of("electra").layers(12).width(256).query_heads(4).below(&["electra.", ""]),
     BERT.of("ernie").below(&["ernie.", ""]),
-    LLAMA.of("eurobert").sizes([12, 768, 12]).rope(rope(10_000.0, 8192)).mask(Mask::Encoder),
+    LLAMA.of("eurobert").layers(12).width(768).query_heads(12).rope(rope(10_000.0, 8192)).mask(Mask::Encoder),
     XLM.of("flaubert"),
     ENCODER.of("gte").at(&["gte.", "new.", ""], BLOCKS, QKV_PROJ)
         .or_at(&["gte.", ""], "layers.{}.self_attn", WeightLayout::Canonical)
         .dropout(Number("attention_probs_dropout_prob", 0.0)).rope(rope(160_000.0, 8192).ntk(Ntk::Factor)),
-    ENCODER.of("jina_embeddings_v3").sizes([24, 1024, 16]).at(&["roberta.", ""], "encoder.layers.{}.mixer", WQKV)
+    ENCODER.of("jina_embeddings_v3").layers(24).width(1024).query_heads(16)
+        .at(&["roberta.", ""], "encoder.layers.{}.mixer", WQKV)
         .or_at(&["roberta.", ""], "layers.{}.self_attn", WeightLayout::Canonical)
         .dropout(Number("attention_probs_dropout_prob", 0.1)).rope(rope(20_000.0, 8194)),
     // Of weights that are not quantised.
@@ -81,12 +85,13 @@ pub(super) const ROWS: &[Family] = &[
         .only(&[("position_embedding_type", "\"absolute\""), ("quant_mode", "false")]),
     BERT.of("layoutlm").below(&["layoutlm.", ""]),
     BERT.of("markuplm").below(&["markuplm.", ""]),
-    BERT.of("megatron-bert").sizes([24, 1024, 16]),
-    ENCODER.of("modernbert").sizes([22, 768, 12]).at(MODEL, "layers.{}.attn", WQKV_WO)
+    BERT.of("megatron-bert").layers(24).width(1024).query_heads(16),
+    ENCODER.of("modernbert").layers(22).width(768).query_heads(12).at(MODEL, "layers.{}.attn", WQKV_WO)
         .bias(Bias::AllIf("attention_bias", false)).dropout(Number("attention_dropout", 0.0)).rope(MODERNBERT_ROPE)
         .windowed_rope(MODERNBERT_WINDOWED_ROPE).window(Window::By(windows::modernbert)),
     // Queries and keys are made from a narrower input than values.
-    BERT.of("mobilebert").names([LAYERS, "intra_bottleneck_size", HEADS]).usual_names(false).sizes([24, 128, 4])
+    BERT.of("mobilebert").layers_from(LAYERS).width_from("intra_bottleneck_size").query_heads_from(HEADS)
+        .usual_names(false).layers(24).width(128).query_heads(4)
         .below(&["mobilebert.", ""]).mask(Mask::Encoder).only(&[("use_bottleneck", "true")])
         .rules(&[rules::mobilebert_values]),
     ENCODER.of("mpnet").at(&["mpnet.", ""], "encoder.layer.{}.attention.attn", WeightLayout::T5)
@@ -102,7 +107,7 @@ pub(super) const ROWS: &[Family] = &[
             ("rotary_emb_scale_base", "null"),
         ])
         .rules(&[rules::equal_heads, rules::nomic_scaling]),
-    BERT.of("rembert").sizes([32, 1152, 18]).below(&["rembert.", ""])
+    BERT.of("rembert").layers(32).width(1152).query_heads(18).below(&["rembert.", ""])
         .dropout(Number("attention_probs_dropout_prob", 0.0)),
     ROBERTA,
     BERT.of("roberta-prelayernorm").below(&["roberta_prelayernorm.", ""]),
@@ -112,14 +117,14 @@ pub(super) const ROWS: &[Family] = &[
     BERT.of("splinter").below(&["splinter.", ""]).mask(Mask::Encoder),
     BERT.of("tapas").below(&["tapas.", ""]).mask(Mask::Encoder),
     BERT.of("visual_bert").below(&["visual_bert.", ""]).mask(Mask::Encoder),
-    ENCODER.of("ultrabert").sizes([32, 4096, 32]).heads(Heads::Grouped(None, None))
+    ENCODER.of("ultrabert").layers(32).width(4096).query_heads(32).heads(Heads::Grouped(None, None))
         .below(&["ultrabert.", "model.", ""]).bias(Bias::AllIf("attention_bias", false))
         .dropout(Number("attention_dropout", 0.0)).rope(rope(2_560_000.0, 32_768))
         .windowed_rope(rope(10_000.0, 32_768).shares_scaling(true)).window(Window::Layers(ButLastOf(3), Some(128)))
         .only(&[("attention_windows", "null")]),
     XLM,
     ROBERTA.of("xlm-roberta"),
-    ROBERTA.of("xlm-roberta-xl").sizes([36, 2560, 32]),
+    ROBERTA.of("xlm-roberta-xl").layers(36).width(2560).query_heads(32),
     ROBERTA.of("xmod"),
 ];
 
@@ -127,11 +132,13 @@ const WAV2VEC2_CONFORMER: Family = ENCODER.of("wav2vec2-conformer")
     .at(&["wav2vec2_conformer.", ""], "encoder.layers.{}.self_attn", WeightLayout::Espnet)
     .dropout(Number("attention_dropout", 0.1)).positions(Positions::Conformer("relative"));
 const FASTSPEECH2: Family = ENCODER.of("fastspeech2_conformer")
-    .names(["encoder_layers", "hidden_size", "encoder_num_attention_heads"]).usual_names(false).sizes([4, 384, 2])
+    .layers_from("encoder_layers").width_from("hidden_size").query_heads_from("encoder_num_attention_heads")
+    .usual_names(false).layers(4).width(384).query_heads(2)
     .dropout(Number("encoder_attention_dropout_rate", 0.2))
     .at(&["encoder.", "model.encoder."], "conformer_layers.{}.self_attn", WeightLayout::Espnet)
     .positions(Positions::TransformerXl);
-const FASTSPEECH2_DECODER: Family = FASTSPEECH2.names(["decoder_layers", "hidden_size", "decoder_num_attention_heads"])
+const FASTSPEECH2_DECODER: Family = FASTSPEECH2.layers_from("decoder_layers").width_from("hidden_size")
+    .query_heads_from("decoder_num_attention_heads")
     .below(&["decoder.", "model.decoder."]).rules(&[rules::fastspeech_decoder_dropout]);
 
 const DEBERTA: Deberta = Deberta { is_relative: false, buckets: None, shares_projections: false, norms: false };
@@ -139,17 +146,17 @@ const SEW_D: Deberta = Deberta { is_relative: true, buckets: Some(256), shares_p
 
 /// Encoders whose scores have terms by distance and content: conformers, and DeBERTa.
 pub(super) const BY_DISTANCE: &[Family] = &[
-    ENCODER.of("deberta-v2").sizes([24, 1536, 24]).dropout(Number("attention_probs_dropout_prob", 0.1))
+    ENCODER.of("deberta-v2").layers(24).width(1536).query_heads(24).dropout(Number("attention_probs_dropout_prob", 0.1))
         .at(&["deberta.", ""], "encoder.layer.{}.attention", WeightLayout::Deberta)
         .shared_place(SharedPlace::Module("encoder")).positions(Positions::Disentangled(DEBERTA)),
     FASTSPEECH2.decoder(&FASTSPEECH2_DECODER),
-    ENCODER.of("parakeet_encoder").sizes([24, 1024, 8]).bias(Bias::AllIf("attention_bias", true))
+    ENCODER.of("parakeet_encoder").layers(24).width(1024).query_heads(8).bias(Bias::AllIf("attention_bias", true))
         .dropout(Number("attention_dropout", 0.1)).below(&["encoder.", "", "model.encoder."])
         .positions(Positions::TransformerXl),
     ENCODER.of("sew-d").dropout(Number("attention_dropout", 0.1))
         .at(&["sew_d.", ""], "encoder.encoder.layer.{}.attention", WeightLayout::Deberta)
         .shared_place(SharedPlace::Module("encoder.encoder")).positions(Positions::Disentangled(SEW_D)),
-    WAV2VEC2_CONFORMER.of("wav2vec2-bert").sizes([24, 1024, 16]).below(&["wav2vec2_bert.", ""])
+    WAV2VEC2_CONFORMER.of("wav2vec2-bert").layers(24).width(1024).query_heads(16).below(&["wav2vec2_bert.", ""])
         .dropout(Number("attention_dropout", 0.0)).positions(Positions::Conformer("relative_key")),
     WAV2VEC2_CONFORMER,
 ];
@@ -162,9 +169,11 @@ const TROCR: &[&str] = &["model.", "decoder.model.", ""];
 const PP_FORMULANET: &[&str] = &["model.decoder.", "decoder.", "head.decoder.", ""];
 const DROPOUT: Number = Number("attention_dropout", 0.1);
 
-const BART: Family = ENCODER.names(["encoder_layers", "d_model", "encoder_attention_heads"])
+const BART: Family = ENCODER.layers_from("encoder_layers").width_from("d_model")
+    .query_heads_from("encoder_attention_heads")
     .at(BASE, "encoder.layers.{}.self_attn", WeightLayout::Opt).decoder(&BART_DECODER).cross(&BART_CROSS);
-const BART_DECODER: Family = ENCODER.names(["decoder_layers", "d_model", "decoder_attention_heads"]).usual_names(false)
+const BART_DECODER: Family = ENCODER.layers_from("decoder_layers").width_from("d_model")
+    .query_heads_from("decoder_attention_heads").usual_names(false)
     .aliases(&[("hidden_size", "d_model")]).at(BASE, "decoder.layers.{}.self_attn", WeightLayout::Opt)
     .mask(Mask::Causal);
 const BART_CROSS: Family = BART_DECODER.at(BASE, "decoder.layers.{}.encoder_attn", WeightLayout::Opt)
@@ -172,23 +181,26 @@ const BART_CROSS: Family = BART_DECODER.at(BASE, "decoder.layers.{}.encoder_attn
 /// The decoder is not causal. Positions are added to the inputs of queries and keys, and not of values.
 const DETR: Family = BART.decoder(&BART_DECODER.mask(Mask::Encoder));
 
-const MOONSHINE: Family = ENCODER.of("moonshine").sizes([6, 288, 8])
-    .names(["encoder_num_hidden_layers", "hidden_size", "encoder_num_attention_heads"]).usual_names(false)
+const MOONSHINE: Family = ENCODER.of("moonshine").layers(6).width(288).query_heads(8)
+    .layers_from("encoder_num_hidden_layers").width_from("hidden_size").query_heads_from("encoder_num_attention_heads")
+    .usual_names(false)
     .at(BASE, "encoder.layers.{}.self_attn", WeightLayout::Canonical).heads(Heads::Same("encoder_num_key_value_heads"))
     .bias(Bias::QkvIf("attention_bias", false)).rope(rope(10_000.0, 512).partial(0.9).interleaved());
 const MOONSHINE_DECODER: Family = MOONSHINE
-    .names(["decoder_num_hidden_layers", "hidden_size", "decoder_num_attention_heads"])
+    .layers_from("decoder_num_hidden_layers").width_from("hidden_size").query_heads_from("decoder_num_attention_heads")
     .at(BASE, "decoder.layers.{}.self_attn", WeightLayout::Canonical).heads(Heads::Same("decoder_num_key_value_heads"))
     .mask(Mask::Causal);
 const MOONSHINE_CROSS: Family = Family { rope: None, ..MOONSHINE_DECODER }
     .at(BASE, "decoder.layers.{}.encoder_attn", WeightLayout::Canonical).mask(Mask::Encoder);
 
-const T5: Family = DECODER.names(["num_layers", "d_model", "num_heads"]).aliases(&[("head_dim", "d_kv")])
+const T5: Family = DECODER.layers_from("num_layers").width_from("d_model").query_heads_from("num_heads")
+    .aliases(&[("head_dim", "d_kv")])
     .at(T5_PREFIXES, "encoder.block.{}.layer.0.SelfAttention", WeightLayout::T5)
     .heads(Heads::Same("num_key_value_heads")).dropout(Number("dropout_rate", 0.1)).mask(Mask::Encoder)
     .scale(Scale::Fixed(1.0)).positions(Positions::Relative { bidirectional: true }).only(&[("is_decoder", "false")])
     .rules(&[rules::t5_heads]).decoder(&T5_DECODER).cross(&T5_CROSS);
-const T5_CROSS: Family = DECODER.names([DECODER_LAYERS, "d_model", "num_heads"]).usual_names(false)
+const T5_CROSS: Family = DECODER.layers_from(DECODER_LAYERS).width_from("d_model").query_heads_from("num_heads")
+    .usual_names(false)
     .aliases(&[("head_dim", "d_kv"), ("hidden_size", "d_model"), ("num_attention_heads", "num_heads")])
     .at(T5_PREFIXES, "decoder.block.{}.layer.1.EncDecAttention", WeightLayout::T5)
     .heads(Heads::Same("num_key_value_heads")).mask(Mask::Encoder).scale(Scale::Fixed(1.0))
@@ -200,34 +212,37 @@ const T5_DECODER: Family = T5_CROSS.at(T5_PREFIXES, "decoder.block.{}.layer.0.Se
 const NO_PROMPT: &[(&str, &str)] = &[("use_prompt", "false")];
 
 pub(super) const WITH_DECODERS: &[Family] = &[
-    BART.of("bart").sizes([12, 1024, 16]),
-    BART.of("blenderbot").sizes([2, 2560, 32]).decoder_sizes([24, 2560, 32]),
-    BART.of("blenderbot-small").sizes([8, 512, 16]),
-    DETR.of("detr").sizes([6, 256, 8]),
-    BART.of("fsmt").sizes([12, 1024, 16]),
-    BART.of("m2m_100").sizes([12, 1024, 16]).dropout(DROPOUT),
-    BART.of("marian").sizes([12, 1024, 16]),
-    BART.of("mbart").sizes([12, 1024, 16]),
+    BART.of("bart").layers(12).width(1024).query_heads(16),
+    BART.of("blenderbot").layers(2).width(2560).query_heads(32)
+        .decoder_sizes(Sizes { layers: 24, embed_dim: 2560, num_heads: 32 }),
+    BART.of("blenderbot-small").layers(8).width(512).query_heads(16),
+    DETR.of("detr").layers(6).width(256).query_heads(8),
+    BART.of("fsmt").layers(12).width(1024).query_heads(16),
+    BART.of("m2m_100").layers(12).width(1024).query_heads(16).dropout(DROPOUT),
+    BART.of("marian").layers(12).width(1024).query_heads(16),
+    BART.of("mbart").layers(12).width(1024).query_heads(16),
     MOONSHINE.decoder(&MOONSHINE_DECODER).cross(&MOONSHINE_CROSS),
-    T5.of("mt5").sizes([8, 512, 6]),
-    BART.of("mvp").sizes([12, 1024, 16]).only(NO_PROMPT).decoder(&BART_DECODER.only(NO_PROMPT))
+    T5.of("mt5").layers(8).width(512).query_heads(6),
+    BART.of("mvp").layers(12).width(1024).query_heads(16).only(NO_PROMPT).decoder(&BART_DECODER.only(NO_PROMPT))
         .cross(&BART_CROSS.only(NO_PROMPT)),
-    BART.of("nllb-moe").sizes([12, 1024, 16]).dropout(DROPOUT)
+    BART.of("nllb-moe").layers(12).width(1024).query_heads(16).dropout(DROPOUT)
         .cross(&BART_CROSS.at(BASE, "decoder.layers.{}.cross_attention", WeightLayout::Opt)),
-    BART.of("pegasus").sizes([12, 1024, 16]),
-    BART.of("plbart").sizes([6, 768, 12]).dropout(DROPOUT),
-    T5.of("pop2piano").sizes([6, 512, 8]),
-    BART_DECODER.of("pp_formulanet_text").sizes([8, 512, 16])
+    BART.of("pegasus").layers(12).width(1024).query_heads(16),
+    BART.of("plbart").layers(6).width(768).query_heads(12).dropout(DROPOUT),
+    T5.of("pop2piano").layers(6).width(512).query_heads(8),
+    BART_DECODER.of("pp_formulanet_text").layers(8).width(512).query_heads(16)
         .at(PP_FORMULANET, "layers.{}.self_attn", WeightLayout::Opt)
         .cross(&BART_CROSS.at(PP_FORMULANET, "layers.{}.encoder_attn", WeightLayout::Opt)),
-    BART.of("speech_to_text").sizes([12, 256, 4]).decoder_sizes([6, 256, 4]),
-    T5.of("switch_transformers").sizes([12, 768, 12]),
-    T5.of("t5").sizes([6, 512, 8]),
-    DETR.of("table-transformer").sizes([6, 256, 8]),
-    BART_DECODER.of("trocr").sizes([12, 1024, 16]).usual_names(true).aliases(&[]).below(TROCR)
+    BART.of("speech_to_text").layers(12).width(256).query_heads(4)
+        .decoder_sizes(Sizes { layers: 6, embed_dim: 256, num_heads: 4 }),
+    T5.of("switch_transformers").layers(12).width(768).query_heads(12),
+    T5.of("t5").layers(6).width(512).query_heads(8),
+    DETR.of("table-transformer").layers(6).width(256).query_heads(8),
+    BART_DECODER.of("trocr").layers(12).width(1024).query_heads(16).usual_names(true).aliases(&[]).below(TROCR)
         .cross(&BART_CROSS.usual_names(true).aliases(&[]).below(TROCR).rules(&[rules::trocr_cross])),
-    T5.of("umt5").sizes([8, 512, 6]).shared_place(SharedPlace::EachLayer)
+    T5.of("umt5").layers(8).width(512).query_heads(6).shared_place(SharedPlace::EachLayer)
         .decoder(&T5_DECODER.shared_place(SharedPlace::EachLayer)),
-    BART.of("whisper").sizes([4, 384, 6]).bias(Bias::AllButKey).decoder(&BART_DECODER.bias(Bias::AllButKey))
+    BART.of("whisper").layers(4).width(384).query_heads(6).bias(Bias::AllButKey)
+        .decoder(&BART_DECODER.bias(Bias::AllButKey))
         .cross(&BART_CROSS.bias(Bias::AllButKey)),
 ];

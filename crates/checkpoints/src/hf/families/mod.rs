@@ -66,7 +66,8 @@ pub(super) fn families() -> impl Iterator<Item = &'static Family> {
 const DECODER: Family = Family::DECODER;
 const LLAMA: Family = DECODER.of("llama").bias(Bias::AllIf("attention_bias", false)).rope(rope(10_000.0, 2048));
 /// The row that most encoders extend: a key head for each query head, biases, and attention to all keys.
-const ENCODER: Family = DECODER.sizes([12, 768, 12]).heads(Heads::Equal).bias(Bias::All).mask(Mask::Encoder);
+const ENCODER: Family = DECODER.layers(12).width(768).query_heads(12).heads(Heads::Equal).bias(Bias::All)
+    .mask(Mask::Encoder);
 
 const fn rms_per_head(eps: f64) -> Norm {
     Norm::RMS_PER_HEAD.eps(Number("rms_norm_eps", eps))
@@ -190,26 +191,40 @@ pub(super) struct Sizes {
     pub num_heads: usize,
 }
 
-impl Sizes {
-    const fn new([layers, embed_dim, num_heads]: [usize; 3]) -> Self {
-        Self { layers, embed_dim, num_heads }
-    }
-}
-
 impl Family {
-    /// Sets the fields of the number of layers, of `embed_dim` and of `num_heads`.
-    pub const fn names(self, [layers, embed_dim, num_heads]: [&'static str; 3]) -> Self {
-        self.size_names(SizeNames { layers, embed_dim, num_heads })
+    /// Sets the field of the number of layers.
+    pub const fn layers_from(self, layers: &'static str) -> Self {
+        self.size_names(SizeNames { layers, ..self.size_names })
     }
 
-    /// Sets the defaults of the number of layers, of `embed_dim` and of `num_heads`.
-    pub const fn sizes(self, sizes: [usize; 3]) -> Self {
-        self.default_sizes(Sizes::new(sizes))
+    /// Sets the field of `embed_dim`.
+    pub const fn width_from(self, embed_dim: &'static str) -> Self {
+        self.size_names(SizeNames { embed_dim, ..self.size_names })
     }
 
-    /// Sets the defaults of the sizes of the decoder, in the same order.
-    pub const fn decoder_sizes(self, sizes: [usize; 3]) -> Self {
-        self.default_decoder_sizes(Sizes::new(sizes))
+    /// Sets the field of `num_heads`.
+    pub const fn query_heads_from(self, num_heads: &'static str) -> Self {
+        self.size_names(SizeNames { num_heads, ..self.size_names })
+    }
+
+    /// Sets the default of the number of layers.
+    pub const fn layers(self, layers: usize) -> Self {
+        self.default_sizes(Sizes { layers, ..self.default_sizes })
+    }
+
+    /// Sets the default of `embed_dim`.
+    pub const fn width(self, embed_dim: usize) -> Self {
+        self.default_sizes(Sizes { embed_dim, ..self.default_sizes })
+    }
+
+    /// Sets the default of `num_heads`.
+    pub const fn query_heads(self, num_heads: usize) -> Self {
+        self.default_sizes(Sizes { num_heads, ..self.default_sizes })
+    }
+
+    /// Sets the default sizes of the decoder.
+    pub const fn decoder_sizes(self, sizes: Sizes) -> Self {
+        self.default_decoder_sizes(sizes)
     }
 
     /// Begins a row that extends this one.
