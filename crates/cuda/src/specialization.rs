@@ -100,18 +100,34 @@ impl Specialization {
 
     /// Returns the constants that are 0 or 1, with the names that kernels have for them.
     fn flags(&mut self) -> [Flag<'_>; 13] {
-        let Self { gradients, alignment, .. } = self;
+        let Self {
+            element: _,
+            head_dim: _,
+            value_dim: _,
+            key_codes,
+            key_pages,
+            softcap,
+            alibi,
+            relative_bias,
+            bias: _,
+            boolean_mask,
+            dropout,
+            positive_scale: _,
+            gradients,
+            alignment,
+        } = self;
+        let ModifierGradients { bias: bias_gradient, slopes, relative_bias: relative_bias_gradient } = gradients;
         [
-            Flag { name: "KEY_CODES", is_set: &mut self.key_codes },
-            Flag { name: "KEY_PAGES", is_set: &mut self.key_pages },
-            Flag { name: "HAS_SOFTCAP", is_set: &mut self.softcap },
-            Flag { name: "HAS_ALIBI", is_set: &mut self.alibi },
-            Flag { name: "HAS_RELATIVE_BIAS", is_set: &mut self.relative_bias },
-            Flag { name: "HAS_BOOLEAN_MASK", is_set: &mut self.boolean_mask },
-            Flag { name: "HAS_DROPOUT", is_set: &mut self.dropout },
-            Flag { name: "BIAS_GRADIENT", is_set: &mut gradients.bias },
-            Flag { name: "SLOPE_GRADIENT", is_set: &mut gradients.slopes },
-            Flag { name: "RELATIVE_BIAS_GRADIENT", is_set: &mut gradients.relative_bias },
+            Flag { name: "KEY_CODES", is_set: key_codes },
+            Flag { name: "KEY_PAGES", is_set: key_pages },
+            Flag { name: "HAS_SOFTCAP", is_set: softcap },
+            Flag { name: "HAS_ALIBI", is_set: alibi },
+            Flag { name: "HAS_RELATIVE_BIAS", is_set: relative_bias },
+            Flag { name: "HAS_BOOLEAN_MASK", is_set: boolean_mask },
+            Flag { name: "HAS_DROPOUT", is_set: dropout },
+            Flag { name: "BIAS_GRADIENT", is_set: bias_gradient },
+            Flag { name: "SLOPE_GRADIENT", is_set: slopes },
+            Flag { name: "RELATIVE_BIAS_GRADIENT", is_set: relative_bias_gradient },
             Flag { name: "ALIGNED_ROWS", is_set: &mut alignment.rows },
             Flag { name: "ALIGNED_BIAS", is_set: &mut alignment.bias },
             Flag { name: "ALIGNED_BOOLEAN_MASK", is_set: &mut alignment.boolean_mask },

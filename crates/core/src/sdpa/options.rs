@@ -148,10 +148,25 @@ impl SdpaOptions {
     /// Returns the options for some of the query heads.
     pub(crate) fn for_heads(&self, heads: &Range<usize>) -> Result<Self> {
         let mut options = self.clone();
-        for by_head in [&mut options.alibi_slopes, &mut options.sinks].into_iter().flatten() {
+        // A new option has to be listed here: it may have an entry for each head.
+        let Self {
+            scale: _,
+            softcap: _,
+            alibi_slopes,
+            relative_bias,
+            sinks,
+            dropout: _,
+            train: _,
+            dropout_seed: _,
+            dropout_philox_seed: _,
+            backend: _,
+            output_layout: _,
+            instruction_set: _,
+        } = &mut options;
+        for by_head in [alibi_slopes, sinks].into_iter().flatten() {
             *by_head = by_head.narrow(0, heads.start, heads.len())?;
         }
-        if let Some(biases) = &mut options.relative_bias {
+        if let Some(biases) = relative_bias {
             *biases = biases.narrow(D::Minus2, heads.start, heads.len())?;
         }
         Ok(options)

@@ -110,13 +110,15 @@ impl<'a> TileModifiers<'a> {
 impl TileModifiers<'_> {
     /// Returns whether scores are modified by more than a factor between the product and the softmax.
     pub(super) fn modifies_scores(&self) -> bool {
-        self.softcap.is_some() || self.alibi.is_some() || self.has_bias()
+        let Self { scale: _, softcap, alibi, relative_bias, bias, boolean_mask: _, sinks: _, dropout: _ } = self;
+        softcap.is_some() || alibi.is_some() || relative_bias.is_some() || bias.is_some()
     }
 
     /// Returns whether the derivative of a score with respect to its product is another number than the scale, for
     /// each pair of a query and a key.
     pub(super) fn has_product_derivative(&self) -> bool {
-        self.softcap.is_some()
+        let Self { scale: _, softcap, alibi: _, relative_bias: _, bias: _, boolean_mask: _, sinks: _, dropout: _ } = self;
+        softcap.is_some()
     }
 
     /// Returns whether a bias of any size is added to scores.

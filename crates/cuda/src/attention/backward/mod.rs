@@ -237,30 +237,29 @@ impl CudaAttention {
 
     /// Returns the gradients that were requested.
     fn gradients(&self, memory: BackwardMemory, wanted: RequestedGradients) -> Result<PerInput<Option<Tensor>>> {
-        let mut found = PerInput::default();
-        if wanted.of.q {
-            found.q = Some(heads_gradient(memory.q, &self.call.q, wanted.layout)?);
+        let BackwardMemory { q, k, v, scores, bias, sinks, slopes, relative_bias, .. } = memory;
+        let modifiers = &self.call.scores;
+        let layout = wanted.layout;
+        Ok(PerInput {
+            q: if wanted.of.q { Some(heads_gradient(q, &self.call.q, layout)?) } else { None },
+            k: if wanted.of.k { Some(heads_gradient(k, &self.call.k, layout)?) } else { None },
+            v: if wanted.of.v { Some(heads_gradient(v, &self.call.v, layout)?) } else { None },
+            // The gradient of a bias that has all dimensions of the scores is the gradient of the scores.
+            bias: modifier_gradient(modifiers.bias.as_ref(), bias.or(scores))?,
+            relative_bias: modifier_gradient(modifiers.relative_bias.as_ref(), relative_bias)?,
+            alibi_slopes: modifier_gradient(modifiers.alibi_slopes.as_ref(), slopes)?,
+            sinks: modifier_gradient(modifiers.sinks.as_ref(), sinks)?,
+        })
+    }
+}
+
+/// Returns the gradient of a tensor of the score modifiers, if it was computed.
+fn modifier_gradient(modifier: Option<&Tensor>, numbers: Option<DeviceBuffer>) -> Result<Option<Tensor>> {
+    match (modifier, numbers) {
+        (Some(modifier), Some(numbers)) => {
+            Ok(Some(numbers.into_tensor(modifier.shape())?.to_dtype(modifier.dtype())?))
         }
-        if wanted.of.k {
-            found.k = Some(heads_gradient(memory.k, &self.call.k, wanted.layout)?);
-        }
-        if wanted.of.v {
-            found.v = Some(heads_gradient(memory.v, &self.call.v, wanted.layout)?);
-        }
-        // The gradient of a bias that has all dimensions of the scores is the gradient of the scores.
-        if let (Some(bias), Some(buffer)) = (&self.call.scores.bias, memory.bias.or(memory.scores)) {
-            found.bias = Some(buffer.into_tensor(bias.shape())?.to_dtype(bias.dtype())?);
-        }
-        if let (Some(biases), Some(buffer)) = (&self.call.scores.relative_bias, memory.relative_bias) {
-            found.relative_bias = Some(buffer.into_tensor(biases.shape())?);
-        }
-        if let (Some(slopes), Some(buffer)) = (&self.call.scores.alibi_slopes, memory.slopes) {
-            found.alibi_slopes = Some(buffer.into_tensor(slopes.shape())?);
-        }
-        if let (Some(sinks), Some(buffer)) = (&self.call.scores.sinks, memory.sinks) {
-            found.sinks = Some(buffer.into_tensor(sinks.shape())?);
-        }
-        Ok(found)
+        _ => Ok(None),
     }
 }
 
