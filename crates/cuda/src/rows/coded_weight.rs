@@ -246,7 +246,7 @@ impl CodedNumbers {
         }
     }
 
-    /// Returns the middle of nested numbers, and 0 for others.
+    /// Returns the code of 0 of nested numbers, whose codes are unsigned; 0 for numbers that are not nested.
     pub(super) fn middle(&self) -> u8 {
         match self {
             Self::Nested { middle, .. } => *middle,

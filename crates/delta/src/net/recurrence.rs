@@ -189,7 +189,7 @@ impl RecurrentInputs {
         Self::combined(&all, |tensors| Tensor::cat(tensors, 1)?.contiguous())
     }
 
-    /// Returns the inputs that `combine` makes of the same tensor of all.
+    /// Combines several inputs to one: each of its tensors is made by `combine` of this tensor of all inputs.
     fn combined(all: &[&Self], combine: impl Fn(&[&Tensor]) -> Result<Tensor>) -> Result<Self> {
         let of = |tensor: fn(&Self) -> &Tensor| {
             let tensors: Vec<_> = all.iter().map(|own| tensor(own)).collect();

@@ -194,8 +194,8 @@ impl Tile {
         Some(first..last + 1)
     }
 
-    /// Returns the bounds of the keys of each column, counted from `first` and limited to `keys`: exact in f32. In a
-    /// narrow tile the key of the first columns is counted for all columns in a row of the panel.
+    /// Returns the bounds of the keys of each column, counted from `first` and limited to `keys`: exact in f32. A row
+    /// of a narrow tile has several keys, and bounds count from the key of its first columns.
     pub fn bounds(&self, first: usize, keys: usize) -> ColumnBounds {
         // A column without a query attends to no key.
         let mut bounds = ColumnBounds { starts: [0.0; MAX_COLUMNS], ends: [0.0; MAX_COLUMNS] };

@@ -216,7 +216,7 @@ struct Widen<'a> {
     columns: Range<usize>,
     /// The inputs, within [`PackedWeight::padded`].
     inputs: Range<usize>,
-    /// The copy, which is valid for a row of the columns for each input.
+    /// The memory for the copy: a row of the columns for each input.
     to: *mut f32,
     /// The words from one row of the copy to the next.
     stride: usize,

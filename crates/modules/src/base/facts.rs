@@ -46,13 +46,14 @@ impl Fact {
         }
     }
 
-    /// Returns the tensor in the name of the fact that a tensor has integers; `None` for any other name.
+    /// Returns the name of a tensor from the name of the fact that it has integers; `None` for another name.
     #[must_use]
     pub fn tensor_of_integers(name: &str) -> Option<&str> {
         name.strip_prefix(INTEGERS)
     }
 
-    /// Returns the weight in the name of the fact that a builder can return codes; `None` for any other name.
+    /// Returns the name of a weight from the name of the fact that a builder can return its codes; `None` for
+    /// another name.
     #[must_use]
     pub fn weight_of_codes(name: &str) -> Option<&str> {
         name.strip_prefix(CODES)

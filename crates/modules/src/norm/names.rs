@@ -25,7 +25,7 @@ impl NormName {
         format!("{}.norms.0.{}", self.module, self.weight)
     }
 
-    /// Returns the parameters that a file may have.
+    /// Returns the names of the norm's parameters, of which a file has some.
     pub(super) fn parameters(self) -> [String; 3] {
         [self.weight_name(), format!("{}.bias", self.module), self.first_of_list()]
     }
@@ -40,7 +40,7 @@ pub const QUERY_NORM_NAMES: &[NormName] = &[
     NormName { module: "query_ln", weight: "scale" },
 ];
 
-/// The names of the norm of keys in files, in the same order.
+/// The names of the norm of keys in files, in the order of [`QUERY_NORM_NAMES`].
 pub const KEY_NORM_NAMES: &[NormName] = &[
     norm_name("k_norm"),
     norm_name("k_layernorm"),

@@ -309,11 +309,11 @@ pub(super) enum Bias {
 /// The place of a parameter of relative positions.
 #[derive(Clone, Copy)]
 pub(super) enum SharedPlace {
-    /// In the first layer, for all.
+    /// The parameter is in the first layer, and all layers use it.
     FirstLayer,
-    /// In each layer, for itself.
+    /// Each layer has its own parameter.
     EachLayer,
-    /// In a module below the layers' prefix, for all.
+    /// The parameter is in a module below the layers' prefix, and all layers use it.
     Module(&'static str),
 }
 

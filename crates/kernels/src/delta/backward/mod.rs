@@ -52,7 +52,7 @@ pub(super) struct DeltaBackwardScratch {
     updates: Panels,
     /// The columns of `updates`.
     update_columns: Panels,
-    /// `du`, then `x`.
+    /// The gradient `du` of the updates, which the solution `x` of the triangular system replaces.
     solution: Panels,
     /// The gradients of key products, then of query products: (2 · CHUNK, CHUNK).
     product_grads: Panels,

@@ -6,6 +6,9 @@
 //! gives a large result a second node, its link. Another operation whose operand is the result, or a view of it, has
 //! the link as its operand instead.
 //!
+//! This file goes when Candle stores the first gradient of a tensor instead of adding it to zeros: the patch and its
+//! gain are in docs/candle-first-gradient.md.
+//!
 //! Operations find the link of an operand by the id of the tensor. A view has the link of its base if it was made by
 //! [`reshape_linked`] or [`transpose_linked`].
 //!
