@@ -106,7 +106,8 @@ impl<T> ScoreModifiers<T> {
     /// # Errors
     /// `name is .., expected ..` of the first number that is out of its range.
     pub fn check_numbers(&self, format: ScoreFormat) -> Result<(), String> {
-        let Self { scale, softcap, alibi_slopes: _, relative_bias: _, bias: _, boolean_mask: _, sinks: _, dropout } = self;
+        let Self { scale, softcap, alibi_slopes: _, relative_bias: _, bias: _, boolean_mask: _, sinks: _, dropout } =
+            self;
         let smallest;
         let largest;
         match format {

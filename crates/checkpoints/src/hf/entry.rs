@@ -5,13 +5,12 @@ use std::sync::LazyLock;
 use candle_attention_core::{KvSharing, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig};
 use candle_attention_delta::GatedDeltaNetConfig;
 use candle_attention_modules::base::did_you_mean;
-use candle_attention_modules::norm::QkNorm;
 use candle_attention_modules::warn_once;
 use candle_core::{Result, bail};
 use serde_json::{Map, Value};
 
 use super::columns::Number;
-use super::families::{Bias, Family, Heads, Mask, Scale, Sizes, families};
+use super::families::{Family, Sizes, families};
 use super::fields::Fields;
 use super::linear;
 use super::names::{DECODER_LAYERS, HIDDEN};

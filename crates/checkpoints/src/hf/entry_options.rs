@@ -91,7 +91,11 @@ impl Entry<'_> {
     }
 
     /// Sets the norm of queries and keys, the scale, the sinks, and the gate of the attention output.
-    pub(super) fn scores(&self, fields: &Fields, mut cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
+    pub(super) fn scores(
+        &self,
+        fields: &Fields,
+        mut cfg: MultiHeadAttentionConfig,
+    ) -> Result<MultiHeadAttentionConfig> {
         if let Some(norm) = self.family.qk_norm
             && norm.flag.map_or(Ok(true), |flag| fields.flag(flag, false))?
         {

@@ -31,14 +31,12 @@ use candle_nn::Linear;
 
 use crate::config::MultiHeadAttentionConfig;
 use crate::mask::AttentionMask;
-use crate::params::{WeightLayout, state_dict};
+use crate::params::{WeightLayout, projection_shape, state_dict};
 use crate::position::{
     AlibiConfig, ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, SharedTerm,
 };
 use adapter::LoadedAdapter;
-use candle_attention_modules::base::{
-    Dim, Expect, ParameterList, save,
-};
+use candle_attention_modules::base::{Dim, Expect, ParameterList, save};
 use candle_attention_modules::linear::{Projection, ProjectionModule, Projections};
 use shard::{LayerNorms, NormSpans};
 use validate::ExpectedInput;

@@ -6,7 +6,9 @@ use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use super::{CallContext, KeyValueHeads, Latest, Positions, QueryKeyPositions, ScoreArguments, ScoreTerm, gathered, latest};
+use super::{
+    CallContext, KeyValueHeads, Latest, Positions, QueryKeyPositions, ScoreArguments, ScoreTerm, gathered, latest,
+};
 use candle_attention_modules::base::{HeadShard, ParameterReader, frozen, number};
 
 const OP: &str = "relative_bias";

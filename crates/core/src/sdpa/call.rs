@@ -13,7 +13,7 @@ use crate::mask::{
 };
 use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, ScoreFormat};
 use candle_attention_kernels::InstructionSet;
-use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, is_addressable, transpose_linked};
+use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, transpose_linked};
 
 /// The code of the number 0.
 pub(crate) const ZERO_POINT: f64 = 128.0;

@@ -1,8 +1,8 @@
 //! The sizes of a call, and the checks that its tensors fit together.
 
 use candle_attention_call::{
-    AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Input, Intervals, KvPages, KvScales, PackedLengths,
-    ScoreFormat,
+    AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Input, Intervals, KvPages, KvScales,
+    PackedLengths, ScoreFormat,
 };
 use candle_core::{DType, Tensor};
 

@@ -302,7 +302,7 @@ impl<'a> CallNumbers<'a> {
 
 /// Computes the output (B, H, T_q, D_v) and the log-sum-exp.
 pub fn forward(call: &CudaCall) -> Result<ForwardResult> {
-    let found = CallNumbers::new(call)?.with_problem(Problem::forward);
+    let found = CallNumbers::new(call)?.with_problem(|problem| problem.forward());
     Ok(ForwardResult { output: found.output, log_sum_exp: found.log_sum_exp })
 }
 
@@ -317,7 +317,8 @@ pub fn backward(call: &CudaCall, loss: &Loss) -> Result<BackwardResult> {
         .into_iter()
         .enumerate()
         .map(|(at, gradient)| {
-            let pair = Pair { b: at / (h * t_q * t_kv), head: at / (t_q * t_kv) % h, query: at / t_kv % t_q, key: at % t_kv };
+            let pair =
+                Pair { b: at / (h * t_q * t_kv), head: at / (t_q * t_kv) % h, query: at / t_kv % t_q, key: at % t_kv };
             (pair, gradient)
         })
         .filter(|(_, gradient)| *gradient != 0.0)

@@ -117,7 +117,8 @@ impl TileModifiers<'_> {
     /// Returns whether the derivative of a score with respect to its product is another number than the scale, for
     /// each pair of a query and a key.
     pub(super) fn has_product_derivative(&self) -> bool {
-        let Self { scale: _, softcap, alibi: _, relative_bias: _, bias: _, boolean_mask: _, sinks: _, dropout: _ } = self;
+        let Self { scale: _, softcap, alibi: _, relative_bias: _, bias: _, boolean_mask: _, sinks: _, dropout: _ } =
+            self;
         softcap.is_some()
     }
 

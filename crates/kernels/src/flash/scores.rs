@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::dropout_factors::DropoutFactors;
 use super::inputs::CheckedCall;
-use super::options::{ScoreUnits, TileAlibi, TileModifiers};
+use super::options::{ScoreUnits, TileAlibi};
 use super::relative_bias::{RelativeBiasTable, TileRelativeBias};
 use super::tile::Tile;
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, SimdTask, Vector, tanh};
@@ -29,7 +29,7 @@ pub(super) struct TileScores<'a> {
     /// Takes a dropout factor for each score, if weights are dropped.
     pub dropout: *mut f32,
     /// Takes the derivative of each score with respect to its product times the scale, in a backward pass with
-    /// [`has_product_derivative`](TileModifiers::has_product_derivative).
+    /// [`has_product_derivative`](super::options::TileModifiers::has_product_derivative).
     pub product_derivatives: Option<*mut f32>,
 }
 

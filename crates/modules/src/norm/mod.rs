@@ -11,11 +11,9 @@ mod tests;
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
-use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::base::{
-    Fact, Heads, NO_BIAS, Parameter, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, check_memory,
-    number, variant,
+    Heads, NO_BIAS, Parameter, ParameterList, ParameterReader, ParameterSpec, accumulation_dtype, check_memory,
 };
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 pub use config::{OutputNorm, QkNorm, QkNormKind, QkNormScope, check_epsilon};

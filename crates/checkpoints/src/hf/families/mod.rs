@@ -66,8 +66,8 @@ pub(super) fn families() -> impl Iterator<Item = &'static Family> {
 const DECODER: Family = Family::DECODER;
 const LLAMA: Family = DECODER.of("llama").bias(Bias::AllIf("attention_bias", false)).rope(rope(10_000.0, 2048));
 /// The row that most encoders extend: a key head for each query head, biases, and attention to all keys.
-const ENCODER: Family = DECODER.layers(12).width(768).query_heads(12).heads(Heads::Equal).bias(Bias::All)
-    .mask(Mask::Encoder);
+const ENCODER: Family =
+    DECODER.layers(12).width(768).query_heads(12).heads(Heads::Equal).bias(Bias::All).mask(Mask::Encoder);
 
 const fn rms_per_head(eps: f64) -> Norm {
     Norm::RMS_PER_HEAD.eps(Number("rms_norm_eps", eps))

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use candle_attention_kernels::{Workers, for_each_chunk};
 use candle_core::{Device, Result, Tensor, bail};
 
-use super::frequencies::{PairFrequency, attention_factor, frequencies, is_long};
+use super::frequencies::{attention_factor, frequencies, is_long};
 use super::scaling::RopeScaling;
 use super::{RotaryEmbedding, Rotation};
 use crate::position::{Latest, Positions, latest};

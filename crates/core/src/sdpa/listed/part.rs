@@ -164,11 +164,7 @@ impl ListedPart {
                 pages: None,
                 keys: MaskedKeys { ranges, sequences: None, pages: None, lists: Vec::new() },
                 // No modifier of the whole call depends on keys.
-                scores: ScoreModifiers {
-                    sinks: tensors.sinks.clone(),
-                    boolean_mask,
-                    ..whole.attention.scores.clone()
-                },
+                scores: ScoreModifiers { sinks: tensors.sinks.clone(), boolean_mask, ..whole.attention.scores.clone() },
                 output_layout: OutputLayout::Bhtd,
             },
             fully_masked_rows: FullyMaskedRows::Zero,

@@ -256,9 +256,7 @@ impl CudaAttention {
 /// Returns the gradient of a tensor of the score modifiers, if it was computed.
 fn modifier_gradient(modifier: Option<&Tensor>, numbers: Option<DeviceBuffer>) -> Result<Option<Tensor>> {
     match (modifier, numbers) {
-        (Some(modifier), Some(numbers)) => {
-            Ok(Some(numbers.into_tensor(modifier.shape())?.to_dtype(modifier.dtype())?))
-        }
+        (Some(modifier), Some(numbers)) => Ok(Some(numbers.into_tensor(modifier.shape())?.to_dtype(modifier.dtype())?)),
         _ => Ok(None),
     }
 }

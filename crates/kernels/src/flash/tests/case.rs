@@ -185,7 +185,7 @@ impl Case {
 
     /// Computes the output, the log-sum-exp and the weights with the oracle.
     pub fn exact(&self, data: &Data<f64>) -> Forward {
-        self.with_problem(data, &|_| 0.0, Problem::forward)
+        self.with_problem(data, &|_| 0.0, |problem| problem.forward())
     }
 
     /// Returns the largest difference between the kernel and the oracle, on one instruction set.
@@ -195,7 +195,9 @@ impl Case {
         let found = attend::<E>(&self.call(&data), instruction_set, wanted).expect("a few rows");
         let lse = found.log_sum_exp.expect("requested");
         let exact = self.exact(&data.clone().widened(self.q8));
-        assert!(lse.iter().zip(&exact.log_sum_exp).all(|(x, expected)| expected.is_finite() || f64::from(*x) == *expected));
+        assert!(
+            lse.iter().zip(&exact.log_sum_exp).all(|(x, expected)| expected.is_finite() || f64::from(*x) == *expected)
+        );
         let mut largest = 0f64;
         let outputs = found.output.into_iter().map(|x| f64::from(x.into())).zip(exact.output);
         for (x, expected) in outputs.chain(lse.into_iter().map(f64::from).zip(exact.log_sum_exp)) {

@@ -134,7 +134,8 @@ impl Exact {
             case.with_problem(&wide, &bias, |problem| (problem.forward(), problem.backward(&of_output, &of_lse)));
         let mut gradient = vec![0.0; biases.data.len()];
         for (at, of_score) in scores.into_iter().enumerate() {
-            let (sequence, head, query, key) = (at / (h * t_q * t_kv), at / (t_q * t_kv) % h, at / t_kv % t_q, at % t_kv);
+            let (sequence, head, query, key) =
+                (at / (h * t_q * t_kv), at / (t_q * t_kv) % h, at / t_kv % t_q, at % t_kv);
             if case.ranges[sequence * t_q + query].contains(&key) {
                 gradient[entry(Pair { b: sequence, head, query, key })] += of_score;
             }
