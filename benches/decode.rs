@@ -24,6 +24,7 @@ fn cells() -> Vec<Cell> {
     let mut cells = Vec::new();
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         let after = |t_q, t_kv| Cell { h: 32, h_kv: 8, t_q, ..Cell::square(t_kv, 128, Mask::Causal, dtype) };
+        cells.extend([16, 32, 64].map(|size| Cell { page_size: Some(size), ..after(1, 16384) }));
         for q8 in [false, true] {
             cells.extend([after(1, 4096), after(1, 16384)].map(|cell| Cell { q8, ..cell }));
             // Speculative decoding has several queries at once.

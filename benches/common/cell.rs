@@ -85,12 +85,14 @@ pub struct Cell {
     pub embed_dim: Option<usize>,
     /// Whether keys and values have 8 bits, with a scale for each row.
     pub q8: bool,
+    /// The number of positions of a page, if keys and values are in pages.
+    pub page_size: Option<usize>,
 }
 
 impl Cell {
     /// Returns a cell of one sequence of `t` tokens and 16 heads, which most other cells vary.
     pub fn square(t: usize, d: usize, mask: Mask, dtype: DType) -> Self {
-        Self { dtype, b: 1, h: 16, h_kv: 16, t_q: t, t_kv: t, d, mask, embed_dim: None, q8: false }
+        Self { dtype, b: 1, h: 16, h_kv: 16, t_q: t, t_kv: t, d, mask, embed_dim: None, q8: false, page_size: None }
     }
 
     /// Returns the number of (query, key) pairs in which the query attends to the key, over all sequences. Heads are
@@ -126,8 +128,14 @@ impl Describe for Cell {
         if self.h_kv != self.h {
             name += &format!("/{}", self.h_kv);
         }
-        let of_cache = if self.q8 { ", cache of 8 bits" } else { "" };
-        format!("{name} d{} {} {}{of_cache}", self.d, self.mask, dtype_name(self.dtype))
+        name += &format!(" d{} {} {}", self.d, self.mask, dtype_name(self.dtype));
+        if self.q8 {
+            name += ", cache of 8 bits";
+        }
+        if let Some(size) = self.page_size {
+            name += &format!(", pages of {size}");
+        }
+        name
     }
 
     fn dtype(&self) -> DType {
@@ -149,6 +157,9 @@ impl Describe for Cell {
         }
         if self.q8 {
             line["q8"] = json!(true);
+        }
+        if let Some(size) = self.page_size {
+            line["page_size"] = json!(size);
         }
         line
     }

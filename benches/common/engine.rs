@@ -3,7 +3,10 @@
 use std::fmt;
 use std::time::Instant;
 
-use candle_attention::{AttentionMask, Backend, SdpaOptions, plan, scaled_dot_product_attention};
+use candle_attention::{
+    AttentionMask, Backend, PagedSequences, SdpaOptions, plan, scaled_dot_product_attention,
+    scaled_dot_product_attention_paged,
+};
 use candle_attention_kernels::flash::{
     AttentionCall, AttentionDims, KeysOfQueries, KvScales, OutputLayout, RequestedResults, ScoreModifiers, Strided,
     attend,
@@ -126,7 +129,7 @@ pub fn our_plan(cell: &Cell, inputs: &Inputs) -> Result<String> {
 }
 
 fn runs_fused(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<bool> {
-    if cell.q8 {
+    if cell.q8 || cell.page_size.is_some() {
         return Ok(engine == Engine::Ours);
     }
     let Some((k, v)) = inputs.kv.first() else { bail!("[runs_fused] no keys to attend to") };
@@ -136,7 +139,8 @@ fn runs_fused(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<bool> {
 
 fn obstacle(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<Option<String>> {
     let reason = match engine {
-        Engine::Ours if cell.q8 => None,
+        Engine::Ours if cell.q8 || cell.page_size.is_some() => None,
+        Engine::Reference | Engine::Flash if cell.page_size.is_some() => Some("no pages".into()),
         Engine::Reference | Engine::Flash if cell.q8 => Some("no keys and values of 8 bits".into()),
         Engine::Ours | Engine::Reference => {
             let bytes = 4 * cell.b * cell.h * cell.t_q * cell.t_kv;
@@ -159,6 +163,7 @@ fn ready<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs) -> Result<Call<'a>
             DType::F16 => ours_q8::<f16>(cell, inputs),
             _ => ours_q8::<f32>(cell, inputs),
         },
+        Engine::Ours if cell.page_size.is_some() => ours_paged(cell, inputs),
         Engine::Reference => Ok(ours(cell, inputs, Backend::Reference)),
         _ => Ok(ours(cell, inputs, Backend::Auto)),
     }
@@ -171,6 +176,34 @@ fn ours<'a>(cell: &Cell, inputs: &'a Inputs, backend: Backend) -> Call<'a> {
         let Some((k, v)) = copies.next() else { bail!("[ours] no keys to attend to") };
         scaled_dot_product_attention(&inputs.q, k, v, &mask, &options)
     })
+}
+
+/// Returns the call over pages whose order in the pools follows no pattern.
+fn ours_paged<'a>(cell: &Cell, inputs: &'a Inputs) -> Result<Call<'a>> {
+    let Some(size) = cell.page_size else { bail!("[ours_paged] the cell has no pages") };
+    let pages = cell.t_kv.div_ceil(size);
+    // An odd stride that does not divide the number of pages visits each of them once.
+    let order: Vec<u32> = (0..pages).map(|page| (page * 7919 % pages) as u32).collect();
+    let mut position = vec![0u32; pages];
+    for (place, &page) in order.iter().enumerate() {
+        position[page as usize] = place as u32;
+    }
+    let position = Tensor::new(position, &Device::Cpu)?;
+    let pool = |rows: &Tensor| {
+        let rows = rows.squeeze(0)?.transpose(0, 1)?.contiguous()?;
+        rows.reshape((pages, size, cell.h_kv, cell.d))?.index_select(&position, 0)
+    };
+    let pools = inputs.kv.iter().map(|(k, v)| Ok((pool(k)?, pool(v)?))).collect::<Result<Vec<_>>>()?;
+    let sequences = PagedSequences::new(vec![0, cell.t_q], vec![cell.t_kv], vec![order])?;
+    let q = inputs.q.squeeze(0)?.transpose(0, 1)?.contiguous()?;
+    let (mask, options) = (cell.mask.attention(), SdpaOptions::default());
+    let mut next = 0;
+    Ok(Box::new(move || {
+        let Some((k, v)) = pools.get(next) else { bail!("[ours] no keys to attend to") };
+        next = (next + 1) % pools.len();
+        let output = scaled_dot_product_attention_paged(&q, k, v, &sequences, &mask, &options)?;
+        output.transpose(0, 1)?.unsqueeze(0)
+    }))
 }
 
 /// Returns the instruction set of a call.
