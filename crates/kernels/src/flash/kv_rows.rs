@@ -117,6 +117,11 @@ impl<'a, S: Stored> KvMatrix<'a, S> {
 }
 
 impl<'a, S: Stored> KvMatrix<'a, S> {
+    /// Returns whether the rows of one key are next to each other, with those of the next key after them.
+    pub(super) fn has_heads_side_by_side(&self) -> bool {
+        self.rows.strides[1] < self.rows.strides[2]
+    }
+
     /// Returns the rows of some keys of a head from the first on, up to the first row at another distance from the one
     /// before it. There is at least one key.
     #[inline(always)]

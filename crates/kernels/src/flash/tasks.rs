@@ -15,7 +15,7 @@ use crate::cpu::{Layout, Scratch, WorkSize, Workers, second_cache};
 use candle_attention_call::{AttentionDims, KvHead};
 
 /// Tasks for each thread, so that tasks of different lengths (causal masks) even out.
-const TASKS_PER_THREAD: usize = 4;
+pub(super) const TASKS_PER_THREAD: usize = 4;
 
 /// Up to this many rows, keys are split over tasks: there are too few rows to keep the threads busy.
 const KV_SPLIT_MAX_ROWS: usize = 256;

@@ -6,6 +6,7 @@ use half::{bf16, f16};
 mod backward;
 mod case;
 mod errors;
+mod joined_heads;
 mod nan;
 mod pages;
 mod q8;

@@ -22,9 +22,11 @@ use super::options::SoftmaxStats;
 use super::scores::TileScores;
 use super::softmax::TileSoftmax;
 use super::state::PanelState;
-use super::tasks::{KV_SPLIT, workers};
+use super::tasks::{KV_SPLIT, TASKS_PER_THREAD, workers};
 use super::tile::{Tile, intersection};
-use crate::cpu::{Kernel, Layout, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector, for_each_task};
+use crate::cpu::{
+    Kernel, Layout, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector, Workers, for_each_task, second_cache,
+};
 use crate::number::{Number, Stored, Strided, widen_row};
 use candle_attention_call::{AttentionDims, KvHead};
 use products::{AccumulateAttended, KEY_BLOCK, Multiply, Operand, OutputRows, Products};
@@ -49,8 +51,14 @@ pub(super) unsafe fn run<V: Vector, E: Number, S: Stored>(
 ) -> Option<()> {
     let inputs = &call.inputs;
     let values = &keys_values.v;
+    let split = DecodeSplit {
+        layout: V::LAYOUT,
+        group: group_rows::<V>(&inputs.dims),
+        workers: workers(&inputs.dims, size_of::<S>(), 1),
+        may_join_heads: keys_values.k.has_heads_side_by_side() && values.has_heads_side_by_side(),
+    };
     // SAFETY: the processor has the instruction set of V; the operands of a step belong to the call.
-    run_parts(call, V::LAYOUT, group_rows::<V>(&inputs.dims), size_of::<S>(), &|step| unsafe {
+    run_parts(call, &split, &|step| unsafe {
         match step {
             DecodeStep::WidenQueries { kv, to } => V::run_simd(WidenQueries { q: &call.q, inputs, kv, queries: to }),
             DecodeStep::MultiplyKeys(products) => V::run_simd(Multiply { rows: &keys_values.k, products }),
@@ -84,7 +92,7 @@ enum DecodeStep<'a> {
     AccumulateAttended { tile: &'a Tile, keys: Range<usize>, weights: *const f32, outputs: OutputRows },
 }
 
-/// The memory of a thread.
+/// The memory of a thread, for each head of a task.
 struct DecodeMemory {
     /// Query rows in f32.
     queries: Scratch,
@@ -92,50 +100,98 @@ struct DecodeMemory {
     scores: Scratch,
 }
 
-/// Runs a task for each part of the keys of each key head. Keys and values have `bytes` a number.
-fn run_parts<E: Number>(
-    call: &ForwardCall<E>,
+/// How a call is split into tasks.
+struct DecodeSplit {
     layout: Layout,
+    /// R, the rows of a tile.
     group: usize,
-    bytes: usize,
-    run: &(dyn Fn(DecodeStep) + Sync),
-) -> Option<()> {
+    workers: Workers,
+    /// Whether a task reads several heads of the same keys.
+    may_join_heads: bool,
+}
+
+impl DecodeSplit {
+    /// Returns the most key heads of a task, whose scores have `scores` numbers for each head.
+    ///
+    /// Where the rows of a key are next to each other, as in pages, a thread that reads one head skips most of what the
+    /// processor prefetches. A task that reads all heads of some keys before the next keys reads one piece of memory.
+    fn heads_of_task(&self, dims: &AttentionDims, parts: usize, scores: usize) -> usize {
+        if !self.may_join_heads {
+            return 1;
+        }
+        let for_threads = dims.kv_heads() * parts / (TASKS_PER_THREAD * self.workers.count);
+        let that_fit = second_cache() / 4 / (scores * size_of::<f32>()).max(1);
+        for_threads.min(that_fit).clamp(1, dims.h_kv)
+    }
+}
+
+/// Runs a task for each part of the keys of some key heads.
+fn run_parts<E: Number>(call: &ForwardCall<E>, split: &DecodeSplit, run: &(dyn Fn(DecodeStep) + Sync)) -> Option<()> {
     let inputs = &call.inputs;
     let dims = &inputs.dims;
+    let &DecodeSplit { layout, group, workers, .. } = split;
     let parts = dims.t_kv.div_ceil(KV_SPLIT).max(1);
     // Rows that fill up the last group have no query.
     let rows = dims.rows().next_multiple_of(group);
     let partials = Partials::new(dims, rows, parts)?;
+    let query_numbers = rows * dims.d.next_multiple_of(MAX_LANES);
+    let score_numbers = rows * KV_SPLIT.min(dims.t_kv) + rows * MAX_COLUMNS;
+    let heads = split.heads_of_task(dims, parts, score_numbers);
+    let tasks_of_part = dims.h_kv.div_ceil(heads);
     let allocate = || DecodeMemory {
-        queries: Scratch::zeros(rows * dims.d.next_multiple_of(MAX_LANES)),
-        scores: Scratch::zeros(rows * KV_SPLIT.min(dims.t_kv) + rows * MAX_COLUMNS),
+        queries: Scratch::zeros(heads * query_numbers),
+        scores: Scratch::zeros(heads * score_numbers),
     };
-    let workers = workers(dims, bytes, 1);
-    for_each_task(dims.kv_heads() * parts, workers, &allocate, &|memory, task| {
+    for_each_task(dims.b * tasks_of_part * parts, workers, &allocate, &|memory, task| {
         let part = task % parts;
-        let kv = dims.kv_head(task / parts);
-        let keys = part * KV_SPLIT..dims.t_kv.min((part + 1) * KV_SPLIT);
-        let tile = |first: usize| {
-            let tile_rows = first..dims.rows().min(first + group);
-            Tile::narrow(layout, inputs, kv, tile_rows, keys.clone(), group)
-        };
-        let tiles: Vec<_> = (0..dims.rows()).step_by(group).map(tile).collect();
-        let decoded = DecodeTask {
-            inputs,
-            layout,
-            group,
-            kv,
-            keys: Tile::attended_keys(&tiles),
-            tiles,
-            partials: &partials,
-            part,
-            queries: memory.queries.as_mut_ptr(),
-            scores: memory.scores.as_mut_ptr(),
-        };
-        decoded.run(run);
+        let (b, first_head) = (task / parts / tasks_of_part, task / parts % tasks_of_part * heads);
+        let mut joined = Vec::with_capacity(heads);
+        for (n, head) in (first_head..dims.h_kv.min(first_head + heads)).enumerate() {
+            let kv = KvHead { b, head };
+            let keys = part * KV_SPLIT..dims.t_kv.min((part + 1) * KV_SPLIT);
+            let tile = |first: usize| {
+                let tile_rows = first..dims.rows().min(first + group);
+                Tile::narrow(layout, inputs, kv, tile_rows, keys.clone(), group)
+            };
+            let tiles: Vec<_> = (0..dims.rows()).step_by(group).map(tile).collect();
+            joined.push(DecodeTask {
+                inputs,
+                layout,
+                group,
+                kv,
+                keys: Tile::attended_keys(&tiles),
+                tiles,
+                partials: &partials,
+                part,
+                queries: memory.queries.as_mut_ptr().wrapping_add(n * query_numbers),
+                scores: memory.scores.as_mut_ptr().wrapping_add(n * score_numbers),
+            });
+        }
+        run_joined(&joined, run);
     });
     partials.merge(call);
     Some(())
+}
+
+/// Runs the steps of some heads. The heads take turns after each block of keys.
+fn run_joined(heads: &[DecodeTask], run: &(dyn Fn(DecodeStep) + Sync)) {
+    let tiles: usize = heads.iter().map(|head| head.tiles.len()).sum();
+    let keys = heads.iter().map(|head| head.keys.len()).max().unwrap_or(0);
+    let block = if tiles == 1 { keys.max(1) } else { KEY_BLOCK };
+    for head in heads {
+        run(DecodeStep::WidenQueries { kv: &head.kv, to: head.queries });
+    }
+    for first in (0..keys).step_by(block) {
+        for head in heads {
+            head.multiply_keys(&head.block(first, block), run);
+        }
+    }
+    let are_finite: Vec<bool> = heads.iter().map(|head| head.weights(run)).collect();
+    for first in (0..keys).step_by(block) {
+        for (head, _) in heads.iter().zip(&are_finite).filter(|(_, are_finite)| **are_finite) {
+            head.multiply_values(&head.block(first, block), run);
+        }
+    }
 }
 
 /// All query rows of a key head against one part of its keys.
@@ -155,16 +211,23 @@ struct DecodeTask<'a, 'b> {
 }
 
 impl DecodeTask<'_, '_> {
-    /// Runs the steps of the task.
-    fn run(&self, run: &(dyn Fn(DecodeStep) + Sync)) {
-        run(DecodeStep::WidenQueries { kv: &self.kv, to: self.queries });
+    /// Returns up to `count` keys from the `first` of the task on.
+    fn block(&self, first: usize, count: usize) -> Range<usize> {
+        let start = self.keys.end.min(self.keys.start + first);
+        start..self.keys.end.min(start + count)
+    }
+
+    /// Multiplies some keys with the queries.
+    fn multiply_keys(&self, keys: &Range<usize>, run: &(dyn Fn(DecodeStep) + Sync)) {
         let width = self.inputs.dims.d.next_multiple_of(self.layout.lanes);
-        for keys in self.blocks() {
-            for index in 0..self.tiles.len() {
-                let queries = self.queries.wrapping_add(index * self.group * width);
-                run(DecodeStep::MultiplyKeys(&self.products(index, &keys, Operand::Queries(queries))));
-            }
+        for index in 0..self.tiles.len() {
+            let queries = self.queries.wrapping_add(index * self.group * width);
+            run(DecodeStep::MultiplyKeys(&self.products(index, keys, Operand::Queries(queries))));
         }
+    }
+
+    /// Turns the scores into weights. If some masked value is not finite, multiplies the values and returns `false`.
+    fn weights(&self, run: &(dyn Fn(DecodeStep) + Sync)) -> bool {
         // The keys that every row attends to.
         let all = if self.inputs.options.boolean_mask.is_some() { 0..0 } else { self.keys.clone() };
         let every = self.tiles.iter().fold(all, |every, tile| intersection(&every, &tile.all_attend));
@@ -183,13 +246,14 @@ impl DecodeTask<'_, '_> {
                 run(DecodeStep::AccumulateAttended { tile, keys, weights, outputs: self.outputs_of(index) });
             }
         }
-        if are_finite {
-            for keys in self.blocks() {
-                for index in 0..self.tiles.len() {
-                    let outputs = Operand::Outputs(self.outputs_of(index));
-                    run(DecodeStep::MultiplyValues(&self.products(index, &keys, outputs)));
-                }
-            }
+        are_finite
+    }
+
+    /// Adds the weighted values of some keys to the outputs.
+    fn multiply_values(&self, keys: &Range<usize>, run: &(dyn Fn(DecodeStep) + Sync)) {
+        for index in 0..self.tiles.len() {
+            let outputs = Operand::Outputs(self.outputs_of(index));
+            run(DecodeStep::MultiplyValues(&self.products(index, keys, outputs)));
         }
     }
 
@@ -202,12 +266,6 @@ impl DecodeTask<'_, '_> {
     /// Returns the output rows of a tile.
     fn outputs_of(&self, index: usize) -> OutputRows {
         OutputRows { at: self.partials.row(self.kv, index * self.group, self.part), stride: self.partials.stride() }
-    }
-
-    /// Iterates over the blocks of keys: all keys in one block where one tile reads them.
-    fn blocks(&self) -> impl Iterator<Item = Range<usize>> {
-        let block = if self.tiles.len() == 1 { self.keys.len().max(1) } else { KEY_BLOCK };
-        self.keys.clone().step_by(block).map(move |first| first..self.keys.end.min(first + block))
     }
 
     /// Returns the products of a tile with a block of keys.
