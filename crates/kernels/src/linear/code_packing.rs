@@ -174,14 +174,9 @@ impl<'a> CodePacking<'a> {
                 let steps = 32 / lower_bits;
                 let rows_to = words_to.chunks_exact_mut((steps * bits / 8) * panel);
                 for (codes_of_word, row) in block_codes.chunks(steps).zip(rows_to) {
-                    // The first code is the highest of the word.
-                    let mut word = 0;
-                    let mut upper = 0u32;
-                    for (n, &code) in codes_of_word.iter().enumerate() {
-                        let stored = u32::from((code + self.added) ^ self.inverted);
-                        word |= (stored & ((1 << lower_bits) - 1)) << (32 - lower_bits * (n + 1));
-                        upper |= (stored >> lower_bits) << ((steps - n - 1) * upper_bits);
-                    }
+                    let stored = self.stored(codes_of_word);
+                    let word = if bits == 8 { (stored >> 32) as u32 } else { lower_bits_of_bytes(stored, 4) as u32 };
+                    let upper = lower_bits_of_bytes(stored >> lower_bits, upper_bits);
                     let (words, uppers) = row.split_at_mut(panel * size_of::<u32>());
                     words[column * size_of::<u32>()..][..size_of::<u32>()].copy_from_slice(&word.to_ne_bytes());
                     match upper_bits {
@@ -192,6 +187,24 @@ impl<'a> CodePacking<'a> {
                 }
             }
         }
+    }
+
+    /// Returns up to 8 codes as they are stored, a byte each, the first of them in the highest byte. Bytes without a
+    /// code are 0.
+    fn stored(&self, codes: &[u8]) -> u64 {
+        let stored = |code: u8| (code + self.added) ^ self.inverted;
+        // Whole words, whose loops the compiler unrolls.
+        if let Ok(codes) = <[u8; 8]>::try_from(codes) {
+            return u64::from_be_bytes(codes.map(stored));
+        }
+        if let Ok(codes) = <[u8; 4]>::try_from(codes) {
+            return u64::from(u32::from_be_bytes(codes.map(stored))) << 32;
+        }
+        let mut bytes = [0; 8];
+        for (byte, &code) in bytes.iter_mut().zip(codes) {
+            *byte = stored(code);
+        }
+        u64::from_be_bytes(bytes)
     }
 
     /// Writes the scales of a block of an output.
@@ -249,6 +262,16 @@ impl<'a> CodePacking<'a> {
             }
         }
     }
+}
+
+/// Returns the lowest `bits` of each byte, at most 4, one after the other.
+fn lower_bits_of_bytes(bytes: u64, bits: usize) -> u64 {
+    let ones = |count: usize| (1u64 << count) - 1;
+    let gap = 8 - bits;
+    let mut joined = bytes & (ones(bits) * 0x0101_0101_0101_0101);
+    joined = (joined | joined >> gap) & (ones(2 * bits) * 0x0001_0001_0001_0001);
+    joined = (joined | joined >> (2 * gap)) & (ones(4 * bits) * 0x0000_0001_0000_0001);
+    (joined | joined >> (4 * gap)) & ones(8 * bits)
 }
 
 /// Returns the code of zero where codes of some bits are on both sides of zero.

@@ -146,12 +146,12 @@ impl Codes<'_> {
             Values::Minimums(minimums) => minimums.check(&MINIMUMS, group, count)?,
             Values::Signed | Values::Table(_) | Values::E4M3 | Values::E5M2 => {}
         }
-        let largest = codes.iter().max().copied().unwrap_or(0);
+        let largest = codes.iter().copied().max().unwrap_or(0);
         if bits < 8 && largest >> bits > 0 {
             return Err(Error::Shape(format!("expected codes of {bits} bits, found {largest}")));
         }
         if let (Some(scales), Values::Minimums(_)) = (scales.nested(), values) {
-            let largest_scale = scales.numbers.iter().max().copied().unwrap_or(0);
+            let largest_scale = scales.numbers.iter().copied().max().unwrap_or(0);
             if largest > LARGEST_EXACT_CODE || largest_scale > LARGEST_EXACT_SCALE {
                 return Err(Error::Shape(format!(
                     "with minimums, expected codes up to {LARGEST_EXACT_CODE} and scales up to {LARGEST_EXACT_SCALE}, \

@@ -92,7 +92,7 @@ impl QuantizedWeight {
         if self.codes.len() != count {
             bail!("[{OP}] expected {count} codes, found {}", self.codes.len())
         }
-        let largest = self.codes.iter().max().copied().unwrap_or(0);
+        let largest = self.codes.iter().copied().max().unwrap_or(0);
         if bits < 8 && largest >> bits > 0 {
             bail!("[{OP}] expected codes of {bits} bits, found {largest}")
         }

@@ -94,8 +94,8 @@ fn has_nested_form(weight: &QuantizedWeight) -> bool {
         CodeValues::Minimums(GroupNumbers::Nested { middle: 0, groups_of_factor: per, .. }) => {
             *middle == 0
                 && has_whole_blocks(*per)
-                && numbers.iter().all(|&number| number <= LARGEST_NESTED_SCALE)
-                && weight.codes.iter().all(|&code| code <= LARGEST_NESTED_CODE)
+                && numbers.iter().copied().max() <= Some(LARGEST_NESTED_SCALE)
+                && weight.codes.iter().copied().max() <= Some(LARGEST_NESTED_CODE)
         }
         _ => false,
     }
