@@ -43,6 +43,11 @@ LATENT = {
     "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "num_key_value_heads": 4,
     "n_routed_experts": 4, "moe_intermediate_size": 12,
 }
+INDEXER = {
+    "q_lora_rank": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+    # Of few heads, several scores would be 0, and equal.
+    "index_n_heads": 12, "index_head_dim": 8, "index_topk": 4,
+}
 # Key heads that serve two value heads each, in three layers of four.
 LINEAR = {
     "num_hidden_layers": 4, "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -130,6 +135,9 @@ MODELS = {
         **LATENT, "model_type": "deepseek_v3", "q_lora_rank": 12, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
         "num_experts_per_tok": 2, "first_k_dense_replace": 0, "rope_interleave": False, "attention_bias": True,
     },
+    # Each query attends to 4 keys that an indexer chooses; there are enough tokens to choose from.
+    "deepseek_v32": {**LATENT, **INDEXER, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+    "glm_moe_dsa": {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1},
     # A limit that some of the numbers exceed.
     "gpt_oss": {
         "head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "swiglu_limit": 0.5,

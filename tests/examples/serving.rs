@@ -102,11 +102,13 @@ fn served_requests_have_the_tokens_of_causal_lm_alone_with_and_without_preemptio
 }
 
 /// The models whose layers cannot use pages, and the reason.
-const REFUSED: [(&str, &str); 9] = [
+const REFUSED: [(&str, &str); 11] = [
     ("deepseek_v2", "latent attention, whose compressed keys have no pages"),
     ("deepseek_v2_lite", "latent attention, whose compressed keys have no pages"),
     ("deepseek_v3", "latent attention, whose compressed keys have no pages"),
     ("deepseek_v3_halves", "latent attention, whose compressed keys have no pages"),
+    ("deepseek_v32", "latent attention, whose compressed keys have no pages"),
+    ("glm_moe_dsa", "latent attention, whose compressed keys have no pages"),
     ("kimi_linear", "linear attention, whose states have no pages"),
     ("olmo_hybrid", "linear attention, whose states have no pages"),
     ("qwen3_5_moe", "linear attention, whose states have no pages"),

@@ -179,7 +179,7 @@ impl Family {
             "llama" | "mistral" | "qwen2" | "qwen3" | "granite" | "smollm3" => LLAMA,
             "mixtral" | "gpt_oss" => Self { mlp: Experts(MIXTRAL), norm: Rms(1e-5), ..LLAMA },
             "deepseek_v2" => Self { mlp: Experts(DEEPSEEK_V2), ..LLAMA },
-            "deepseek_v3" | "kimi_k2" => Self { mlp: Experts(DEEPSEEK_V3), ..LLAMA },
+            "deepseek_v3" | "deepseek_v32" | "glm_moe_dsa" | "kimi_k2" => Self { mlp: Experts(DEEPSEEK_V3), ..LLAMA },
             "phi3" => Self { norm: Rms(1e-5), ..LLAMA },
             "glm" => Self { norm: Rms(1.5625e-7), ..LLAMA },
             "glm4" => {
@@ -243,9 +243,10 @@ impl Family {
             "" => bail!("[causal_lm] config.json names no model_type"),
             other => bail!(
                 "[causal_lm] model_type is {other:?}, expected one of bloom, cohere, cohere2, deepseek_v2, \
-                 deepseek_v3, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, gpt_bigcode, gpt_neox, \
-                 gpt_oss, gptj, granite, kimi_k2, kimi_linear, llama, mistral, mixtral, mpt, olmo2, olmo_hybrid, opt, \
-                 phi, phi3, qwen2, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_next, smollm3, stablelm, starcoder2"
+                 deepseek_v3, deepseek_v32, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, glm_moe_dsa, gpt2, \
+                 gpt_bigcode, gpt_neox, gpt_oss, gptj, granite, kimi_k2, kimi_linear, llama, mistral, mixtral, mpt, \
+                 olmo2, olmo_hybrid, opt, phi, phi3, qwen2, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_next, \
+                 smollm3, stablelm, starcoder2"
             ),
         })
     }
