@@ -140,6 +140,9 @@ fn key_lists_match_boolean_mask_with_gradients() -> Result<()> {
             check_lists(sizes, &mask, &SdpaOptions::default(), DType::F32, true)?;
         }
     }
+    // Too many rows for one part.
+    let parts = Lists { b: 1, h: 8, h_kv: 8, t_q: 11, t_kv: 2000, n: 100, d: 64, ..PROMPT };
+    check_lists(parts, &AttentionMask::none(), &SdpaOptions::default(), DType::F32, true)?;
     let softcap = SdpaOptions::default().with_softcap(0.5).with_scale(0.7).with_output_layout(OutputLayout::Bthd);
     check_lists(PROMPT, &AttentionMask::causal(), &softcap, DType::F32, true)?;
     check_lists(PROMPT, &AttentionMask::causal(), &softcap, DType::BF16, true)
@@ -256,9 +259,23 @@ fn key_lists_of_packed_and_paged_sequences_match_separate_calls() -> Result<()> 
     assert!(plan.reason.contains("over the listed keys"), "{plan}");
     let expected = varlen(&q, &k, &v, &packed, &mask, &options)?;
     check_close(&paged(&q, &k_pool, &v_pool, &sequences, &mask, &options)?, &expected, 0.0, "pages");
-    let reference = options.with_backend(Backend::Reference);
+    let reference = options.clone().with_backend(Backend::Reference);
     check_close(&paged(&q, &k_pool, &v_pool, &sequences, &mask, &reference)?, &expected, 1e-5, "pages");
-    Ok(())
+
+    let factors = random_rows(random, 8, h, d)?;
+    let check_gradients = |k: &Tensor, v: &Tensor, attend: &dyn Fn([&Tensor; 3], &SdpaOptions) -> Result<Tensor>| {
+        let inputs = [Var::from_tensor(&q)?, Var::from_tensor(k)?, Var::from_tensor(v)?];
+        let of = |chosen: &SdpaOptions| -> Result<Vec<Tensor>> {
+            let ys = attend([&inputs[0], &inputs[1], &inputs[2]], chosen)?;
+            gradients(&(ys * &factors)?, &[&inputs[0], &inputs[1], &inputs[2]])
+        };
+        for (found, expected) in of(&options)?.iter().zip(of(&reference)?) {
+            check_close(found, &expected, 2e-5, "a gradient");
+        }
+        Ok::<(), candle_core::Error>(())
+    };
+    check_gradients(&k, &v, &|[q, k, v], chosen| varlen(q, k, v, &packed, &mask, chosen))?;
+    check_gradients(&k_pool, &v_pool, &|[q, k, v], chosen| paged(q, k, v, &sequences, &mask, chosen))
 }
 
 #[test]

@@ -47,7 +47,8 @@ pub struct KvScales<T> {
 #[derive(Debug, Clone, Copy)]
 pub struct KvPages<T> {
     /// (B, most pages), or a row for each packed sequence: the pages of the sequence, in the order of its keys. CPU
-    /// kernels read u32, CUDA kernels i32. An entry that no query's keys need may be any number.
+    /// kernels read u32, also (B, H_kv, 1, most pages) for pages that differ from head to head; CUDA kernels read i32.
+    /// An entry that no query's keys need may be any number.
     pub table: T,
     /// The number of keys in a page.
     pub page_size: usize,

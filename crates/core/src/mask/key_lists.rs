@@ -195,9 +195,10 @@ impl AttentionMask {
     /// a layer with a cache, from the first position of each sequence, and in packed sequences from each sequence's
     /// first key. Lists of several masks that are joined mask what any of them does not name.
     ///
-    /// On a CPU, a call without bias, boolean mask and dropout reads the listed keys alone, by copies of their rows,
-    /// and takes the time and memory of these. Where reading all keys is estimated to be faster, and in other calls,
-    /// the lists become a boolean mask. [`plan`](crate::plan) says which.
+    /// On a CPU, a call without bias, boolean mask and dropout reads the listed keys alone, where they are stored, and
+    /// takes the time and memory of these; on CUDA a call does that has few queries, lists that all heads share, and no
+    /// gradients. Where reading all keys is estimated to be faster, and in other calls, the lists become a boolean
+    /// mask. [`plan`](crate::plan) says which.
     ///
     /// Errors where the mask is used: another number of sequences, heads or queries, and a key that is not there.
     #[must_use]

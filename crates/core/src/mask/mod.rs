@@ -35,7 +35,7 @@ pub(crate) use key_lists::{ListPlace, ListedKeys, ListedSequence, sequences_of_b
 pub(crate) use new_tokens::{NewTokenCall, NewTokenMask};
 pub(crate) use padding::OtherOffset;
 pub(crate) use placement::{PackedRows, Placement};
-pub(crate) use ranges::RowRanges;
+pub(crate) use ranges::{RowRanges, union_of};
 
 use std::ops::Range;
 use std::sync::Arc;

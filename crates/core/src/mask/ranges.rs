@@ -91,6 +91,19 @@ pub(crate) struct SequenceRows {
     pub first_position: i64,
 }
 
+/// Returns the smallest range with all keys of some ranges.
+pub(crate) fn union_of(ranges: impl Iterator<Item = Range<usize>>) -> Range<usize> {
+    let mut union = 0..0;
+    for range in ranges.filter(|range| !range.is_empty()) {
+        if union.is_empty() {
+            union = range;
+        } else {
+            union = union.start.min(range.start)..union.end.max(range.end);
+        }
+    }
+    union
+}
+
 /// A sequence whose first query has two positions by joined masks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct PositionConflict {

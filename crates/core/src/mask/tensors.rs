@@ -55,7 +55,7 @@ impl AttentionMask {
 
     /// Returns the boolean masks and the lists of keys as one boolean mask, without the ranges of
     /// [`resolve`](Self::resolve).
-    fn bool_mask(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
+    pub(crate) fn bool_mask(&self, dims: [usize; 4], device: &Device) -> Result<Option<Tensor>> {
         self.with_own_key_lists(self.bool_mask_of_tensors(dims, device)?, dims, device)
     }
 

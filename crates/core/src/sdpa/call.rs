@@ -43,7 +43,7 @@ pub(crate) struct Call {
     pub backend: Backend,
     pub instruction_set: Option<InstructionSet>,
     /// The reason why no path reads the listed keys alone, if the call had lists of keys and there is one.
-    pub lists_obstacle: Option<&'static str>,
+    pub lists_obstacle: Option<String>,
 }
 
 /// The keys that each query of a call attends to, apart from a boolean mask.

@@ -9,6 +9,7 @@ use super::call::Call;
 use super::cpu;
 use super::cuda::CudaPath;
 use super::dropout::DropoutDraw;
+use super::listed::ListedKernel;
 use super::metal::MetalCall;
 use super::options::Backend;
 use crate::mask::FullyMaskedRows;
@@ -45,8 +46,8 @@ pub(crate) enum Choice {
         reason: String,
     },
     Cpu(InstructionSet),
-    /// The CPU kernel over copies of listed keys.
-    Listed(InstructionSet),
+    /// A kernel over listed keys.
+    Listed(ListedKernel),
     Cuda(Box<CudaPath>),
     Metal(MetalCall),
 }
@@ -69,8 +70,9 @@ impl Choice {
 
     /// Chooses the path of a call with lists of keys that are not a boolean mask.
     fn of_lists(call: &Call) -> Result<Self> {
-        match call.lists_obstacle {
-            None => Ok(Self::Listed(instruction_set(call)?)),
+        match &call.lists_obstacle {
+            None if call.attention.q.device().is_cuda() => Ok(Self::Listed(ListedKernel::Cuda)),
+            None => Ok(Self::Listed(ListedKernel::Cpu(instruction_set(call)?))),
             Some(reason) if call.backend == Backend::Fused => bail!("[{}] no fused path: {reason}", call.op),
             Some(reason) => Ok(Self::Reference { reason: format!("no kernel reads the key lists: {reason}") }),
         }
@@ -107,9 +109,10 @@ impl Choice {
         match self {
             Self::Reference { reason } => Plan { backend: Backend::Reference, reason, scratch_bytes: None },
             Self::Cpu(instruction_set) => Plan::fused(format!("the CPU kernel, {instruction_set}")),
-            Self::Listed(instruction_set) => {
+            Self::Listed(ListedKernel::Cpu(instruction_set)) => {
                 Plan::fused(format!("the CPU kernel over the listed keys, {instruction_set}"))
             }
+            Self::Listed(ListedKernel::Cuda) => Plan::fused("a CUDA kernel over the listed keys".into()),
             Self::Cuda(cuda_path) => {
                 Plan { scratch_bytes: cuda_path.scratch_bytes(), ..Plan::fused(cuda_path.to_string()) }
             }

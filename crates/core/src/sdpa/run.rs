@@ -5,6 +5,7 @@ use candle_core::{Result, bail};
 
 use super::call::Call;
 use super::cuda::CudaPath;
+use super::listed::ListedKernel;
 use super::options::Backend;
 use super::plan::{Choice, Plan};
 use super::results::Attended;
@@ -26,7 +27,7 @@ impl ChosenCall {
     /// Returns the path in the form that callers read.
     pub fn plan(self) -> Plan {
         let mut plan = self.choice.plan();
-        if let Some(reason) = self.call.lists_obstacle
+        if let Some(reason) = &self.call.lists_obstacle
             && self.call.attention.keys.lists.is_empty()
         {
             plan.reason.push_str(&format!("; the key lists are a boolean mask: {reason}"));
@@ -49,7 +50,7 @@ pub(crate) fn run(call: Call, wanted: RequestedResults) -> Result<Attended> {
     }
 }
 
-/// Returns whether a call has keys in pages that its kernel may read in place. Listed keys are copied from pages.
+/// Returns whether a call has keys in pages that its kernel may read page by page. Listed keys are read row by row.
 fn has_pages_to_read(call: &Call) -> bool {
     call.attention.keys.pages.is_some() && call.attention.keys.lists.is_empty()
 }
@@ -92,7 +93,11 @@ pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Re
     match choice {
         Choice::Reference { .. } => reference::attend(&call, wanted),
         Choice::Cpu(instruction_set) => cpu::attend(call, instruction_set, wanted),
-        Choice::Listed(instruction_set) => listed::attend(call, instruction_set, wanted),
+        Choice::Listed(kernel @ ListedKernel::Cpu(_)) => listed::attend(call, kernel, wanted),
+        Choice::Listed(kernel @ ListedKernel::Cuda) => {
+            let fused = listed::attend(call.clone(), kernel, wanted);
+            or_reference(&call, fused, || reference::attend(&listed::with_all_keys(call.clone())?, wanted))
+        }
         Choice::Cuda(cuda_path) => attend_on_cuda(&call, *cuda_path, wanted, || reference::attend(&call, wanted)),
         Choice::Metal(metal_call) => {
             let fused = metal_call.output(&call).map(Attended::from);

@@ -122,10 +122,16 @@ impl<'a, S: Stored> KvMatrix<'a, S> {
         self.rows.strides[1] < self.rows.strides[2]
     }
 
+    /// Returns whether the keys are in pages of one key each, so that every run has one key.
+    #[inline(always)]
+    pub fn has_runs_of_one_key(&self) -> bool {
+        self.pages.is_some_and(|pages| pages.have_one_key())
+    }
+
     /// Returns the rows of some keys of a head from the first on, up to the first row at another distance from the one
     /// before it. There is at least one key.
     #[inline(always)]
-    fn run(&self, kv: KvHead, keys: Range<usize>) -> KvRun<S> {
+    pub fn run(&self, kv: KvHead, keys: Range<usize>) -> KvRun<S> {
         let stride = self.rows.strides[2];
         let distance = prefetch_distance::<S>();
         let mut index = [kv.b, kv.head, keys.start];
@@ -133,14 +139,14 @@ impl<'a, S: Stored> KvMatrix<'a, S> {
         let mut first = self.rows.at(index);
         let mut ahead = first.wrapping_add(stride.wrapping_mul(distance));
         if let Some(pages) = &self.pages {
-            if let Some(place) = pages.place(kv.b, keys.start) {
+            if let Some(place) = pages.place(kv, keys.start) {
                 index = [place.page, kv.head, place.position];
                 count = count.min(place.left);
             }
             first = self.rows.at(index);
             // Past the last page there is nothing to prefetch.
             ahead = first;
-            if let Some(place) = pages.place(kv.b, keys.start.saturating_add(distance)) {
+            if let Some(place) = pages.place(kv, keys.start.saturating_add(distance)) {
                 ahead = self.rows.at([place.page, kv.head, place.position]);
                 count = count.min(place.left);
             }

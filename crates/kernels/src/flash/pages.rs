@@ -6,12 +6,15 @@ use super::memory::zeros;
 use super::problem::CpuCall;
 use super::view::View;
 use crate::error::Error;
-use candle_attention_call::{AttentionCall, KvPages, KvScales};
+use candle_attention_call::{AttentionCall, KvHead, KvPages, KvScales};
 
-/// The pages of each sequence, every one of which is in the pools: entries that no query needs, which may be any
-/// number, are replaced by a page that some query needs.
+/// The pages of each sequence, or of each of its key heads, every one of which is in the pools: entries that no query
+/// needs, which may be any number, are replaced by a page that some query needs, of the same list if there is one.
 pub(super) struct PageList {
+    /// (B, heads, pages of a sequence).
     pages: Vec<u32>,
+    /// The number of heads with separate pages: 1, or H_kv.
+    heads: usize,
     /// The number of pages of a sequence.
     of_sequence: usize,
     page_size: usize,
@@ -21,6 +24,7 @@ pub(super) struct PageList {
 #[derive(Clone, Copy)]
 pub(super) struct Pages<'a> {
     pages: &'a [u32],
+    heads: usize,
     of_sequence: usize,
     page_size: usize,
     /// The binary logarithm of the page size, if that is a power of two.
@@ -47,50 +51,61 @@ impl PageList {
         let of_sequence = dims.t_kv.div_ceil(page_size);
         let name = "the table of pages";
         let table = table.page_table(name)?;
-        table.check(name, [dims.b, of_sequence], 1)?;
+        let heads = if table.strides[1] == 0 { 1 } else { dims.h_kv };
+        table.check(name, [dims.b, heads, of_sequence], 1)?;
         let pool = pool_pages(call, page_size);
-        let mut list = Self::unset(dims.b, of_sequence, page_size)?;
+        let mut list = Self::unset([dims.b, heads, of_sequence], page_size)?;
         let mut any_page = 0;
-        for b in 0..dims.b {
+        for list_index in 0..dims.b * heads {
+            let b = list_index / heads;
             let Some(needed) = needed_pages(&keys.ranges[b * dims.t_q..(b + 1) * dims.t_q], page_size) else {
                 continue;
             };
-            for n in needed {
+            for n in needed.clone() {
                 // SAFETY: the table was checked for every page of T_kv keys, past which no range ends.
-                let page = unsafe { *table.at([b, n]) };
+                let page = unsafe { *table.at([b, list_index % heads, n]) };
                 if page as usize >= pool {
                     return Err(Error::Shape(format!(
                         "expected pages below {pool}, the number of pages in the pools, found page {page} as entry \
                          {n} of sequence {b}"
                     )));
                 }
-                list.pages[b * of_sequence + n] = page;
-                any_page = page;
+                list.pages[list_index * of_sequence + n] = page;
             }
+            // A page of the same head: the rows of other heads in its pages may be any numbers.
+            let own = &mut list.pages[list_index * of_sequence..(list_index + 1) * of_sequence];
+            any_page = own[needed.start];
+            set_unset(own, any_page);
         }
-        for page in list.pages.iter_mut().filter(|page| **page == UNSET) {
-            *page = any_page;
-        }
+        set_unset(&mut list.pages, any_page);
         Ok(Some(list))
     }
 
-    /// Returns a list without a page yet.
-    fn unset(sequences: usize, of_sequence: usize, page_size: usize) -> Result<Self, Error> {
-        let mut pages = zeros("a table of pages", &[sequences, of_sequence])?;
+    /// Returns a list (B, heads, pages of a sequence) without a page yet.
+    fn unset(dims: [usize; 3], page_size: usize) -> Result<Self, Error> {
+        let mut pages = zeros("a table of pages", &dims)?;
         pages.fill(UNSET);
-        Ok(Self { pages, of_sequence, page_size })
+        let [_, heads, of_sequence] = dims;
+        Ok(Self { pages, heads, of_sequence, page_size })
     }
 
     /// Returns the pages as kernels read them.
     pub fn pages(&self) -> Pages<'_> {
-        let &Self { ref pages, of_sequence, page_size } = self;
+        let &Self { ref pages, heads, of_sequence, page_size } = self;
         let shift = page_size.is_power_of_two().then(|| page_size.trailing_zeros());
-        Pages { pages, of_sequence, page_size, shift }
+        Pages { pages, heads, of_sequence, page_size, shift }
     }
 }
 
 /// The entry of a page that is not set. As the number of a page it is in no pool, since pools count fewer pages.
 const UNSET: u32 = u32::MAX;
+
+/// Replaces the entries of pages that are not set.
+fn set_unset(pages: &mut [u32], replacement: u32) {
+    for page in pages.iter_mut().filter(|page| **page == UNSET) {
+        *page = replacement;
+    }
+}
 
 /// Returns the pages that contain a key of some ranges; `None` if there is no such key.
 fn needed_pages(ranges: &[Range<usize>], page_size: usize) -> Option<Range<usize>> {
@@ -132,9 +147,15 @@ fn pages_in(pool: &View, rows: [usize; 2], width: usize) -> usize {
 }
 
 impl Pages<'_> {
-    /// Returns the place of a key of a sequence; `None` if the key is past the pages.
+    /// Returns whether each page has one key: a table of pages is then a list of keys.
     #[inline(always)]
-    pub fn place(&self, b: usize, key: usize) -> Option<KeyPlace> {
+    pub fn have_one_key(&self) -> bool {
+        self.page_size == 1
+    }
+
+    /// Returns the place of a key of a head; `None` if the key is past the pages.
+    #[inline(always)]
+    pub fn place(&self, kv: KvHead, key: usize) -> Option<KeyPlace> {
         // A division takes dozens of cycles.
         let n = match self.shift {
             Some(shift) => key >> shift,
@@ -144,7 +165,8 @@ impl Pages<'_> {
         if n >= self.of_sequence {
             return None;
         }
-        let page = self.pages[b * self.of_sequence + n] as usize;
+        let list = if self.heads == 1 { kv.b } else { kv.b * self.heads + kv.head };
+        let page = self.pages[list * self.of_sequence + n] as usize;
         Some(KeyPlace { page, position, left: self.page_size - position })
     }
 }

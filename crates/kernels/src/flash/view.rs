@@ -39,11 +39,11 @@ impl<'a> View<'a> {
         Ok(Strided { data: self.numbers.typed(name)?, strides: [sequence, head] })
     }
 
-    /// Returns a table of the pages of each sequence: sequences along the first dimension, pages along the last.
-    pub(super) fn page_table(&self, name: &str) -> Result<Strided<'a, u32, 2>, Error> {
-        let [sequence, _, _, page] = self.strides;
+    /// Returns a table of pages: sequences along the first dimension, key heads along the second, pages along the last.
+    pub(super) fn page_table(&self, name: &str) -> Result<Strided<'a, u32, 3>, Error> {
+        let [sequence, head, _, page] = self.strides;
         match self.numbers {
-            Numbers::U32(data) => Ok(Strided { data, strides: [sequence, page] }),
+            Numbers::U32(data) => Ok(Strided { data, strides: [sequence, head, page] }),
             other => Err(Error::Shape(format!("expected {name} in u32, found numbers in {}", other.type_name()))),
         }
     }

@@ -7,15 +7,23 @@ use serde::{Deserialize, Serialize};
 
 use super::top_k::Scores;
 use super::{IndexQueries, IndexedTokens, KeyIndexer};
-use crate::mask::{AttentionMask, KeyLists};
+use crate::mask::{AttentionMask, KeyLists, union_of};
 use crate::position::RopeStyle;
-use candle_attention_modules::base::rowwise::to_vec;
+use candle_attention_kernels::{Workers, for_each_chunk};
+use candle_attention_modules::base::rowwise::{read, to_vec};
 use candle_attention_modules::base::{ParameterReader, number, part};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
-/// The number of scores that are computed at a time.
-const SCORES: usize = 1 << 22;
+/// The layer that has the indexer, for errors.
+const OP: &str = "multi_head_latent_attention";
+
+/// The number of products of queries with keys that are computed at a time: they stay in a cache until the heads are
+/// summed.
+const PRODUCTS: usize = 1 << 21;
+
+/// The number of keys whose scores are summed by a task.
+const KEYS_OF_TASK: usize = 1 << 12;
 
 /// The sizes of an indexer, which chooses the keys that each query attends to: DeepSeek V3.2's lightning indexer
 /// (<https://arxiv.org/abs/2512.02556>, section 2.1).
@@ -109,14 +117,61 @@ impl DeepSeekIndexer {
         Tensor::cat(&[rotated, part(heads, 3, self.rope_head_dim..self.config.head_dim)?.contiguous()?], 3)
     }
 
-    /// Returns the scores (B, n, T_kv) of n queries from `start` on, for keys (B, width, T_kv).
-    fn scores(&self, queries: &IndexQueries, keys: &Tensor, start: usize, n: usize) -> Result<Tensor> {
+    /// Returns the scores (B, n, T_kv) of n queries from `start` on, for keys (B, width, T_kv) with any strides.
+    fn scores(&self, queries: &IndexQueries, keys: &Tensor, start: usize, n: usize) -> Result<Vec<f32>> {
         let IndexerConfig { num_heads, head_dim, .. } = self.config;
         let (b, _, t_kv) = keys.dims3()?;
         let q = queries.q.narrow(1, start, n)?.contiguous()?.reshape((b, n * num_heads, head_dim))?;
-        let of_heads = q.matmul(keys)?.relu()?.reshape((b * n, num_heads, t_kv))?;
-        let weights = queries.weights.narrow(1, start, n)?.contiguous()?.reshape((b * n, 1, num_heads))?;
-        weights.matmul(&of_heads)?.reshape((b, n, t_kv))
+        let own_weights = queries.weights.narrow(1, start, n)?.contiguous()?;
+        if !q.device().is_cpu() {
+            let of_heads = q.matmul(&keys.contiguous()?)?.relu()?.reshape((b * n, num_heads, t_kv))?;
+            return to_vec(&own_weights.reshape((b * n, 1, num_heads))?.matmul(&of_heads)?);
+        }
+        let weights = to_vec::<f32>(&own_weights)?;
+        let mut scores = vec![0f32; b * n * t_kv];
+        let step = (PRODUCTS / (b * n * num_heads)).clamp(1, t_kv);
+        for first in (0..t_kv).step_by(step) {
+            let count = step.min(t_kv - first);
+            let products = q.matmul(&keys.narrow(2, first, count)?)?;
+            let locked = read(&products);
+            let products_of_heads = locked.contiguous::<f32>()?;
+            let sums = HeadSums { products: products_of_heads, weights: &weights, num_heads, keys: count }.compute();
+            for (to, own) in scores.chunks_exact_mut(t_kv).zip(sums.chunks_exact(count)) {
+                to[first..first + count].copy_from_slice(own);
+            }
+        }
+        Ok(scores)
+    }
+}
+
+/// Products of queries with keys, (rows, heads, keys), and the factor of each head, (rows, heads).
+struct HeadSums<'a> {
+    products: &'a [f32],
+    weights: &'a [f32],
+    num_heads: usize,
+    keys: usize,
+}
+
+impl HeadSums<'_> {
+    /// Returns `Σ_h w_h · relu(product_h)`, (rows, keys).
+    fn compute(&self) -> Vec<f32> {
+        let &Self { products, weights, num_heads, keys } = self;
+        let rows = weights.len() / num_heads;
+        let mut sums = vec![0f32; rows * keys];
+        let tasks_of_row = keys.div_ceil(KEYS_OF_TASK);
+        let of_task = keys.div_ceil(tasks_of_row);
+        for (row, of_row) in sums.chunks_exact_mut(keys).enumerate() {
+            for_each_chunk(of_row, of_task, Workers::for_tasks(tasks_of_row), &|task, own| {
+                for head in row * num_heads..(row + 1) * num_heads {
+                    let weight = weights[head];
+                    let of_head = &products[head * keys + task * of_task..][..own.len()];
+                    for (sum, product) in own.iter_mut().zip(of_head) {
+                        *sum += weight * product.max(0.0);
+                    }
+                }
+            });
+        }
+        sums
     }
 }
 
@@ -148,29 +203,41 @@ impl KeyIndexer for DeepSeekIndexer {
         }
         let device = queries.q.device();
         let dims = [b, 1, t_q, t_kv];
-        let keys = keys.to_dtype(DType::F32)?.transpose(1, 2)?.contiguous()?;
+        let keys = keys.to_dtype(DType::F32)?.transpose(1, 2)?;
         // A mask for each head says nothing about the keys of all heads.
         let mask = mask.of_all_heads();
-        let allowed = mask.combined_bool_mask(dims, device)?;
+        let ranges_of_call = mask.ranges_of_batch(b, t_q, t_kv)?;
+        let ranges_of_queries = &ranges_of_call.rows(OP)?.keys;
+        let bool_mask = mask.bool_mask(dims, device)?;
         let bias = mask.bias_tensor(dims, DType::F32, device)?;
         let mut chosen = vec![Vec::new(); b];
-        let step = (SCORES / (b * num_heads * t_kv)).clamp(1, t_q);
+        let step = (PRODUCTS / (b * num_heads * t_kv)).clamp(1, t_q);
         for start in (0..t_q).step_by(step) {
             let n = step.min(t_q - start);
+            let of_sequence = |sequence: usize| &ranges_of_queries[sequence * t_q + start..][..n];
+            let ranges: Vec<_> = (0..b).flat_map(of_sequence).cloned().collect();
+            let attended = union_of(ranges.iter().cloned());
             let of_chunk = |tensor: &Tensor| -> Result<Tensor> {
                 let rows = if tensor.dim(2)? == 1 { tensor.clone() } else { tensor.narrow(2, start, n)? };
-                rows.broadcast_as((b, 1, n, t_kv))?.squeeze(1)
+                rows.broadcast_as((b, 1, n, t_kv))?.squeeze(1)?.narrow(2, attended.start, attended.len())
             };
-            let mut scores = self.scores(queries, &keys, start, n)?;
-            if let Some(bias) = &bias {
-                scores = (scores + of_chunk(bias)?.contiguous()?)?;
+            let mut scores = vec![0f32; b * n * attended.len()];
+            // Queries that attend to few keys choose them all.
+            if ranges.iter().any(|range| range.len() > k) {
+                let own_keys = keys.narrow(2, attended.start, attended.len())?;
+                scores = self.scores(queries, &own_keys, start, n)?;
+                if let Some(bias) = &bias {
+                    for (score, bias) in scores.iter_mut().zip(to_vec::<f32>(&of_chunk(bias)?)?) {
+                        *score += bias;
+                    }
+                }
             }
-            let allowed = match &allowed {
-                Some(allowed) => to_vec::<u8>(&of_chunk(allowed)?)?,
-                None => vec![1; b * n * t_kv],
+            let allowed = match &bool_mask {
+                Some(bool_mask) => Some(to_vec::<u8>(&of_chunk(bool_mask)?)?),
+                None => None,
             };
-            let found = Scores { scores: &to_vec::<f32>(&scores)?, allowed: &allowed, t_kv }.largest(k);
-            for (own, rows) in chosen.iter_mut().zip(found.chunks(n * k)) {
+            let of_rows = Scores { scores: &scores, keys: attended, ranges: &ranges, allowed: allowed.as_deref() };
+            for (own, rows) in chosen.iter_mut().zip(of_rows.largest(k).chunks(n * k)) {
                 own.extend_from_slice(rows);
             }
         }

@@ -1,6 +1,7 @@
 //! The largest scores of each query, by a selection that does not sort all of them.
 
 use std::cmp::Ordering;
+use std::ops::Range;
 
 use candle_attention_kernels::{Workers, for_each_chunk};
 
@@ -11,12 +12,16 @@ struct Scored {
     score: f32,
 }
 
-/// Scores (rows, T_kv), and which of them may be chosen.
+/// Scores of some keys, and the keys that may be chosen.
 pub(super) struct Scores<'a> {
+    /// (rows, keys).
     pub scores: &'a [f32],
-    /// (rows, T_kv): 0 for a key that is not chosen.
-    pub allowed: &'a [u8],
-    pub t_kv: usize,
+    /// The keys that have scores.
+    pub keys: Range<usize>,
+    /// The keys that each row may choose, all of which have scores.
+    pub ranges: &'a [Range<usize>],
+    /// (rows, keys): 0 for a key of the range that is not chosen either.
+    pub allowed: Option<&'a [u8]>,
 }
 
 impl Scores<'_> {
@@ -24,15 +29,16 @@ impl Scores<'_> {
     /// lowest keys are chosen, so that the result does not depend on threads. A row with fewer allowed keys ends with
     /// entries of -1.
     pub fn largest(&self, k: usize) -> Vec<i64> {
-        let t_kv = self.t_kv;
-        let mut chosen = vec![-1i64; self.scores.len() / t_kv * k];
-        let tasks = Workers::for_tasks(chosen.len() / k);
+        let count = self.keys.len();
+        let mut chosen = vec![-1i64; self.ranges.len() * k];
+        let tasks = Workers::for_tasks(self.ranges.len());
         for_each_chunk(&mut chosen, k, tasks, &|row, entries| {
-            let own = row * t_kv..(row + 1) * t_kv;
-            let mut candidates = Vec::with_capacity(t_kv);
-            for (key, (&score, &allowed)) in self.scores[own.clone()].iter().zip(&self.allowed[own]).enumerate() {
-                if allowed != 0 {
-                    candidates.push(Scored { key: key as u32, score });
+            let range = &self.ranges[row];
+            let mut candidates = Vec::with_capacity(range.len());
+            for key in range.clone() {
+                let at = row * count + key - self.keys.start;
+                if self.allowed.is_none_or(|allowed| allowed[at] != 0) {
+                    candidates.push(Scored { key: key as u32, score: self.scores[at] });
                 }
             }
             if candidates.len() > k {
@@ -66,25 +72,27 @@ mod tests {
 
     #[test]
     fn largest_scores_match_a_stable_sort_with_ties_and_masked_keys() {
-        let (rows, t_kv) = (7, 50);
+        let (rows, keys) = (7, 10..60);
+        let count = keys.len();
         // Many equal scores, and some that are no numbers.
         let scores: Vec<f32> =
-            (0..rows * t_kv).map(|i| if i % 13 == 0 { f32::NAN } else { ((i * i * 7) % 11) as f32 }).collect();
-        let allowed: Vec<u8> = (0..rows * t_kv).map(|i| u8::from(i % 5 != 0 && i / t_kv != 3)).collect();
+            (0..rows * count).map(|i| if i % 13 == 0 { f32::NAN } else { ((i * i * 7) % 11) as f32 }).collect();
+        let allowed: Vec<u8> = (0..rows * count).map(|i| u8::from(i % 5 != 0 && i / count != 3)).collect();
+        let ranges: Vec<Range<usize>> = (0..rows).map(|row| 10 + row..if row == 4 { 14 } else { 60 - row }).collect();
         for k in [1, 2, 10, 39, 45] {
-            let found = Scores { scores: &scores, allowed: &allowed, t_kv }.largest(k);
-            for row in 0..rows {
-                let own = row * t_kv..(row + 1) * t_kv;
-                let mut order: Vec<usize> = (0..t_kv).filter(|key| allowed[own.clone()][*key] == 1).collect();
-                let value = |key: usize| Some(scores[own.clone()][key]).filter(|score| !score.is_nan());
-                order.sort_by(|&one, &other| {
-                    let rank = |key| value(key).map_or(f32::NEG_INFINITY, |score| score);
-                    rank(other).total_cmp(&rank(one))
-                });
-                let mut expected: Vec<i64> = order.into_iter().take(k).map(|key| key as i64).collect();
-                expected.sort_unstable();
-                expected.resize(k, -1);
-                assert_eq!(found[row * k..(row + 1) * k], expected, "row {row}, k {k}");
+            for mask in [None, Some(&allowed[..])] {
+                let found = Scores { scores: &scores, keys: keys.clone(), ranges: &ranges, allowed: mask }.largest(k);
+                for row in 0..rows {
+                    let at = |key: usize| row * count + key - keys.start;
+                    let is_allowed = |key: &usize| mask.is_none_or(|mask| mask[at(*key)] == 1);
+                    let mut order: Vec<usize> = ranges[row].clone().filter(is_allowed).collect();
+                    let rank = |key: usize| if scores[at(key)].is_nan() { f32::NEG_INFINITY } else { scores[at(key)] };
+                    order.sort_by(|&one, &other| rank(other).total_cmp(&rank(one)));
+                    let mut expected: Vec<i64> = order.into_iter().take(k).map(|key| key as i64).collect();
+                    expected.sort_unstable();
+                    expected.resize(k, -1);
+                    assert_eq!(found[row * k..(row + 1) * k], expected, "row {row}, k {k}");
+                }
             }
         }
     }

@@ -5,7 +5,7 @@ use candle_core::{Module, Result, Tensor, bail};
 use super::{LayerIndexer, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OP};
 use crate::cache::{KeyChoice, KvFloats, NewTokens};
 use crate::layer::forward::{AttendedKeys, PreparedCall};
-use crate::layer::indexer::{IndexQueries, IndexedTokens};
+use crate::layer::indexer::{IndexQueries, IndexedTokens, IndexerConfig};
 use crate::layer::input::{AttentionInput, KeysFrom};
 use crate::layer::validate::ExpectedInput;
 use crate::layer::warnings;
@@ -23,17 +23,27 @@ impl MultiHeadLatentAttentionConfig {
     /// With W_k and W_v for the maps from a latent c to keys and values, a score is `q · (W_k c) = (W_kᵀ q) · c`, and
     /// an output `Σ w (W_v c) = W_v (Σ w c)`: either queries absorb W_k and outputs W_v, or keys and values are
     /// computed from the latents.
+    ///
+    /// With an indexer, queries that absorb W_k read the latents of their chosen keys alone, which all heads share.
+    /// Keys of each head would be read once for each query of the head, which takes longer than computing with all keys
+    /// under a mask; half of the scores of the call's own tokens are masked then.
     pub(super) fn absorbs(&self, t_q: usize, t_kv: usize) -> bool {
         let rank = self.kv_lora_rank as f64;
         let nope = self.nope_head_dim as f64;
         let rope = self.rope_head_dim as f64;
         let value = self.value_head_dim as f64;
-        let t_q = t_q as f64;
-        let t_kv = t_kv as f64;
+        let mut pairs = t_q as f64 * t_kv as f64;
+        let mut absorbed_pairs = pairs;
+        if let Some(IndexerConfig { top_k, .. }) = self.indexer()
+            && top_k < t_kv
+        {
+            absorbed_pairs = t_q as f64 * top_k as f64;
+            pairs -= (t_q as f64 - 1.0) * t_q as f64 / 2.0;
+        }
         // Multiplications for one head.
         let between = rank * (nope + value);
-        let expanded = t_kv * between + t_q * t_kv * (nope + rope + value);
-        let absorbed = t_q * between + t_q * t_kv * (rank + rope + rank);
+        let expanded = t_kv as f64 * between + pairs * (nope + rope + value);
+        let absorbed = t_q as f64 * between + absorbed_pairs * (rank + rope + rank);
         absorbed < expanded
     }
 }

@@ -10,7 +10,9 @@ use super::super::results::Attended;
 use super::{QueryTables, lock, output_shape, public_error, views};
 use candle_attention_call::{AttentionDims as Dims, PerInput, RequestedGradients};
 use candle_attention_kernels::InstructionSet;
-use candle_attention_kernels::flash::{self, AttentionBackwardProblem, AttentionResults, SoftmaxStats};
+use candle_attention_kernels::flash::{
+    self, AttentionBackwardProblem, AttentionGradients, AttentionResults, SoftmaxStats,
+};
 use candle_attention_modules::base::rowwise::{TensorElement, read, to_vec, with_contiguous_rows};
 use candle_attention_modules::base::{gradient_of, record, record_two};
 
@@ -43,12 +45,12 @@ pub(super) fn record_results<E: TensorElement>(
     Ok(Attended { log_sum_exp: Some(lse), ..output.into() })
 }
 
-/// A forward pass whose gradients may be requested. The statistics of the softmax are (B, H, T_q) if any input is
-/// tracked.
-struct CpuForward {
-    call: Arc<Call>,
-    instruction_set: InstructionSet,
-    softmax_stats: Vec<SoftmaxStats>,
+/// A forward pass whose gradients may be requested. The tensors of the call are prepared for the kernel; the statistics
+/// of the softmax are (B, H, T_q) if any input is tracked.
+pub(in crate::sdpa) struct CpuForward {
+    pub call: Arc<Call>,
+    pub instruction_set: InstructionSet,
+    pub softmax_stats: Vec<SoftmaxStats>,
 }
 
 impl CpuForward {
@@ -67,27 +69,12 @@ impl CpuForward {
         output_gradient: &Tensor,
         lse_gradient: Option<Tensor>,
     ) -> Result<PerInput<Option<Tensor>>> {
-        let Self { call, instruction_set, softmax_stats } = self;
-        // (B, H, T_q, D_v) in any layout.
-        let output_gradient = swapped_for(call.attention.output_layout, output_gradient.clone())?;
-        let output_gradient = with_contiguous_rows(&output_gradient)?;
-        let lse_gradient = lse_gradient.as_ref().map(to_vec).transpose()?;
-        let (output, output_gradient) = (read(output), read(&output_gradient));
-        let (output, output_grad) = (output.contiguous::<E>()?, output_gradient.strided()?);
+        let call = &self.call;
         let inputs = call.attention.differentiable();
         let layout = self.gradient_layout();
         let wanted = RequestedGradients { layout, of: inputs.map(is_tracked) };
-        let tables = QueryTables::new(call)?;
-        let locked = lock(call)?;
-        let problem = AttentionBackwardProblem {
-            forward: views(call, &tables, &locked)?,
-            output,
-            softmax_stats,
-            output_grad,
-            lse_grad: lse_gradient.as_deref(),
-        };
-        let found = flash::attend_backward(&problem, *instruction_set, wanted);
-        let found = found.map_err(|error| public_error(call, error))?;
+        let of_output = swapped_for(call.attention.output_layout, output_gradient.clone())?;
+        let found = self.requested_gradients::<E>(output, &of_output, lse_gradient, wanted)?;
         Ok(PerInput {
             q: heads_gradient(inputs.q, found.q, layout)?,
             k: heads_gradient(inputs.k, found.k, layout)?,
@@ -97,6 +84,33 @@ impl CpuForward {
             alibi_slopes: gradient_of(inputs.alibi_slopes, found.alibi_slopes)?,
             sinks: gradient_of(inputs.sinks, found.sinks)?,
         })
+    }
+
+    /// Computes the requested gradients from the output in the layout of the call, its gradient (B, H, T_q, D_v) and
+    /// the gradient of the log-sum-exp (B, H, T_q).
+    pub fn requested_gradients<E: TensorElement>(
+        &self,
+        output: &Tensor,
+        output_gradient: &Tensor,
+        lse_gradient: Option<Tensor>,
+        wanted: RequestedGradients,
+    ) -> Result<AttentionGradients<E>> {
+        let Self { call, instruction_set, softmax_stats } = self;
+        let output_rows = with_contiguous_rows(output_gradient)?;
+        let lse_numbers = lse_gradient.as_ref().map(to_vec).transpose()?;
+        let (output, output_gradient) = (read(output), read(&output_rows));
+        let (output, output_grad) = (output.contiguous::<E>()?, output_gradient.strided()?);
+        let tables = QueryTables::new(call)?;
+        let locked = lock(call)?;
+        let problem = AttentionBackwardProblem {
+            forward: views(call, &tables, &locked)?,
+            output,
+            softmax_stats,
+            output_grad,
+            lse_grad: lse_numbers.as_deref(),
+        };
+        let found = flash::attend_backward(&problem, *instruction_set, wanted);
+        found.map_err(|error| public_error(call, error))
     }
 }
 

@@ -16,10 +16,11 @@ use super::reference;
 use super::results::Attended;
 use super::statistics::AttentionStatistics;
 use candle_attention_kernels::InstructionSet;
-use candle_attention_kernels::flash::{self, CpuCall, Diagonals, KeysOfQueries};
+use candle_attention_kernels::flash::{self, AttentionResults, CpuCall, Diagonals, KeysOfQueries};
 use candle_attention_modules::base::rowwise::{Read, TensorElement, read, with_float};
 use candle_attention_modules::init::TorchSeed;
 
+pub(super) use graph::CpuForward;
 pub(super) use pages::{attend_over_pages, reason_to_copy};
 
 /// Returns the requested results.
@@ -31,9 +32,14 @@ pub(super) fn attend(call: Call, instruction_set: InstructionSet, requested: Req
         Some(dropout) => Some(draw(dropout, &call)?),
         None => None,
     };
-    let attention = prepared(&call, call.attention.keys.clone(), dropout)?;
-    let call = Call { attention, ..call };
+    let call = prepared_call(call, dropout)?;
     with_float!(call.op, call.attention.q.dtype(), |E| run::<E>(call, instruction_set, requested))
+}
+
+/// Returns a call whose tensors are prepared for the kernel, with drawn dropout.
+pub(super) fn prepared_call(call: Call, dropout: Option<Dropout<Tensor>>) -> Result<Call> {
+    let attention = prepared(&call, call.attention.keys.clone(), dropout)?;
+    Ok(Call { attention, ..call })
 }
 
 /// Returns whether gradients have to come from the reference path: the backward kernel is for calls with scores.
@@ -128,15 +134,23 @@ fn public_error(call: &Call, error: candle_attention_kernels::Error) -> Error {
     Error::msg(format!("[{}] {error}", call.op))
 }
 
+/// Runs the kernel on a call whose tensors are prepared for it, and returns the requested results without gradients.
+pub(super) fn computed<E: TensorElement>(
+    call: &Call,
+    instruction_set: InstructionSet,
+    requested: RequestedResults,
+) -> Result<AttentionResults<E>> {
+    let tables = QueryTables::new(call)?;
+    let locked = lock(call)?;
+    let found = flash::attend::<E>(&views(call, &tables, &locked)?, instruction_set, requested);
+    found.map_err(|error| public_error(call, error))
+}
+
 /// Runs the kernel on a call whose tensors are prepared for it, and returns the requested results with gradients for
 /// the inputs that are tracked.
 fn run<E: TensorElement>(call: Call, instruction_set: InstructionSet, requested: RequestedResults) -> Result<Attended> {
     let with_softmax_stats = RequestedResults { softmax_stats: call.tracks_gradients(), ..requested };
-    let tables = QueryTables::new(&call)?;
-    let locked = lock(&call)?;
-    let found = flash::attend::<E>(&views(&call, &tables, &locked)?, instruction_set, with_softmax_stats);
-    let mut found = found.map_err(|error| public_error(&call, error))?;
-    drop(locked);
+    let mut found = computed::<E>(&call, instruction_set, with_softmax_stats)?;
     let statistics = match (found.statistics.take(), requested.statistics) {
         (Some(statistics), Some(wanted)) => {
             Some(AttentionStatistics::from_kernel(statistics, call.attention.dims, wanted)?)

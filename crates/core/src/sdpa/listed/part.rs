@@ -1,17 +1,22 @@
-//! Some queries of a call, with copies of the keys that their lists name.
+//! Some queries of a call, with the rows of the keys that their lists name.
 
 use std::ops::Range;
 
-use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, ScoreModifiers};
+use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvPages, ScoreModifiers};
 use candle_core::{Result, Tensor};
 
 use super::super::call::{Call, MaskedKeys, listed_sequences};
 use super::super::options::{Backend, OutputLayout};
-use super::rows::{SelectedRows, StoredRow};
-use crate::mask::{CallRanges, FullyMaskedRows, ListPlace, ListedKeys, ListedSequence, RowRanges};
+use super::ListedKernel;
+use super::rows::{ListableRows, OneKeyPages, SelectedRows};
+use crate::mask::{CallRanges, FullyMaskedRows, ListPlace, ListedKeys, ListedSequence, RowRanges, union_of};
+use candle_attention_modules::base::uploaded;
 
-/// The number of elements of keys and values that are copied at a time, unless one block of queries has more.
-const COPIED_NUMBERS: usize = 1 << 20;
+/// The most bytes of the rows and the mask of a part, unless one block of queries has more.
+const PART_BYTES: usize = 1 << 22;
+
+/// The most numbers of the gradients of a part's keys and values, unless one block of queries has more.
+const PART_GRADIENTS: usize = 1 << 20;
 
 /// Consecutive blocks of queries of one sequence, all of the same size.
 pub(super) struct ListedPart {
@@ -27,29 +32,15 @@ pub(super) struct ListedPart {
     mask: Option<Vec<u8>>,
 }
 
-/// The tensors that a part of a call attends from and to.
-pub(super) struct PartTensors {
-    /// (blocks, H, queries of a block, D).
-    pub q: Tensor,
-    /// (blocks, H_kv, n, D).
-    pub k: Tensor,
-    /// (blocks, H_kv, n, D_v).
-    pub v: Tensor,
-    pub kv_scales: Option<KvScales<Tensor>>,
-    pub sinks: Option<Tensor>,
-}
-
 /// Returns the parts of a call with one list of keys, in the order of the queries. A part is made when it is requested,
 /// since the rows of all parts may not fit in memory.
 pub(super) fn parts_of(call: &Call) -> Result<impl Iterator<Item = Result<ListedPart>>> {
-    let Dims { h_kv, d, d_v, .. } = call.attention.dims;
     let listed = &call.attention.keys.lists[0];
     let mut places = Vec::new();
     let mut longest = 0;
     for (index, sequence) in listed_sequences(call.attention.dims, call.sequences())?.into_iter().enumerate() {
         let size = listed.query_block();
-        let numbers = listed.most_keys(sequence.t_kv).max(1).saturating_mul(h_kv * (d + d_v));
-        let blocks = (COPIED_NUMBERS / numbers).max(1);
+        let blocks = blocks_of_part(call, listed, sequence.t_kv);
         longest = longest.max(sequence.t_kv);
         let mut start = sequence.queries.start;
         while start < sequence.queries.end {
@@ -62,6 +53,20 @@ pub(super) fn parts_of(call: &Call) -> Result<impl Iterator<Item = Result<Listed
     }
     let mut seen = vec![false; longest];
     Ok(places.into_iter().map(move |place| ListedPart::new(call, listed, place, &mut seen)))
+}
+
+/// Returns the number of blocks of queries of a part, for sequences of `t_kv` keys.
+fn blocks_of_part(call: &Call, listed: &ListedKeys, t_kv: usize) -> usize {
+    let Dims { h, h_kv, d, d_v, .. } = call.attention.dims;
+    let keys = listed.most_keys(t_kv).max(1);
+    let mask_heads = if listed.heads() == 1 { 1 } else { h };
+    let bytes_of_key =
+        (listed.heads() * size_of::<u32>()).saturating_add(listed.query_block().saturating_mul(mask_heads));
+    let mut blocks = PART_BYTES / keys.saturating_mul(bytes_of_key);
+    if call.tracks_gradients() {
+        blocks = blocks.min(PART_GRADIENTS / keys.saturating_mul(h_kv * (d + d_v)));
+    }
+    blocks.max(1)
 }
 
 /// The queries of a part.
@@ -77,14 +82,14 @@ impl ListedPart {
     /// Selects the rows of some queries. `seen` has an entry for each key, all of them false before and after.
     fn new(call: &Call, listed: &ListedKeys, place: PartPlace, seen: &mut [bool]) -> Result<Self> {
         let PartPlace { index: s, sequence, queries } = place;
-        let rows = call.rows()?;
+        let ranges_of_call = call.rows()?;
         let first_row = sequence.b * call.attention.dims.t_q;
         let first_key = call.sequences().map_or(0, |packed| packed.keys(s).start);
         let query_block = listed.query_block().min(queries.len());
         let blocks = queries.len() / query_block;
         let heads = listed.heads();
         let of_query = |i: usize| {
-            let keys = &rows.keys[first_row + i];
+            let keys = &ranges_of_call.keys[first_row + i];
             keys.start - first_key..keys.end - first_key
         };
         let mut lists: Vec<Vec<usize>> = Vec::with_capacity(blocks * heads);
@@ -107,64 +112,62 @@ impl ListedPart {
             }
         }
         let n = lists.iter().map(Vec::len).max().unwrap_or(0).max(1);
-        let mut selected = Vec::with_capacity(lists.len() * n);
-        for keys in &lists {
-            selected.extend(keys.iter().map(|&key| Some(stored_row(call, s, sequence.b, key))));
-            selected.resize(selected.len() + n - keys.len(), None);
+        let mut rows = Vec::with_capacity(lists.len() * n);
+        for of_block in lists.chunks(heads) {
+            let filler = of_block.iter().flatten().next().map_or(0, |&key| stored_row(call, s, key));
+            for keys in of_block {
+                rows.extend(keys.iter().map(|&key| stored_row(call, s, key)));
+                rows.resize(rows.len() + n - keys.len(), filler);
+            }
         }
         let ranges_of_queries: Vec<_> = queries.clone().map(of_query).collect();
         let (ranges, mask) = masked(&lists, heads, n, query_block, &ranges_of_queries, call.attention.dims.h);
-        Ok(Self {
-            sequence,
-            queries,
-            query_block,
-            selected: SelectedRows { rows: selected, blocks, heads, n },
-            ranges,
-            mask,
-        })
+        let lens = lists.iter().map(Vec::len).collect();
+        let selected = SelectedRows { rows, lens, blocks, heads, n };
+        Ok(Self { sequence, queries, query_block, selected, ranges, mask })
     }
 
-    /// Returns the tensors of the part, without gradients.
-    pub fn tensors(&self, call: &Call) -> Result<PartTensors> {
-        let AttentionCall { q, k, v, kv_scales, scores, .. } = &call.attention;
-        Ok(PartTensors {
-            q: self.in_blocks(&q.detach())?,
-            k: self.selected.copied(call.op, k)?,
-            v: self.selected.copied(call.op, v)?,
-            kv_scales: match kv_scales {
-                Some(scales) => Some(KvScales {
-                    k: self.selected.copied(call.op, &scales.k)?,
-                    v: self.selected.copied(call.op, &scales.v)?,
-                }),
-                None => None,
-            },
-            sinks: scores.sinks.as_ref().map(Tensor::detach),
-        })
+    /// Returns the entry of [`ListableRows`] that has the rows.
+    pub fn entry(&self) -> usize {
+        // Packed sequences are one entry.
+        self.sequence.b
     }
 
-    /// Returns the call of the part: a batch of blocks of queries.
-    pub fn call(&self, whole: &Call, tensors: &PartTensors) -> Result<Call> {
-        let SelectedRows { blocks, n, .. } = self.selected;
+    /// Returns the call of the part, without gradients: a batch of blocks of queries, whose keys are in pages of one.
+    pub fn call(&self, whole: &Call, stored: &ListableRows, kernel: ListedKernel) -> Result<Call> {
+        let SelectedRows { rows, blocks, heads, n, .. } = &self.selected;
+        let AttentionCall { dims, q, scores, .. } = &whole.attention;
+        let own_q = self.in_blocks(&q.detach())?;
         let boolean_mask = match &self.mask {
             Some(mask) => {
-                let shape = (blocks, (), self.query_block, n);
-                Some(Tensor::from_slice(mask, mask.len(), tensors.q.device())?.reshape(shape)?)
+                let shape = (*blocks, (), self.query_block, *n);
+                Some(Tensor::from_slice(mask, mask.len(), q.device())?.reshape(shape)?)
             }
             None => None,
         };
         let ranges = CallRanges::known(RowRanges::of_batch(self.ranges.clone(), self.query_block));
+        let OneKeyPages { k, v, kv_scales } = stored.pages(self.entry())?;
+        let table = match kernel {
+            ListedKernel::Cpu(_) => Tensor::from_slice(rows, (*blocks, *heads, 1, *n), q.device())?,
+            // All heads share a list.
+            ListedKernel::Cuda => uploaded(rows.iter().map(|&row| row as i32).collect(), &[*blocks, *n], q.device())?,
+        };
         Ok(Call {
             op: whole.op,
             attention: AttentionCall {
-                dims: Dims { b: blocks, t_q: self.query_block, t_kv: n, ..whole.attention.dims },
-                q: tensors.q.clone(),
-                k: tensors.k.clone(),
-                v: tensors.v.clone(),
-                kv_scales: tensors.kv_scales.clone(),
-                pages: None,
+                dims: Dims { b: *blocks, t_q: self.query_block, t_kv: *n, ..*dims },
+                q: own_q,
+                k,
+                v,
+                kv_scales,
+                pages: Some(KvPages { table, page_size: 1 }),
                 keys: MaskedKeys { ranges, sequences: None, pages: None, lists: Vec::new() },
                 // No modifier of the whole call depends on keys.
-                scores: ScoreModifiers { sinks: tensors.sinks.clone(), boolean_mask, ..whole.attention.scores.clone() },
+                scores: ScoreModifiers {
+                    sinks: scores.sinks.as_ref().map(Tensor::detach),
+                    boolean_mask,
+                    ..scores.clone()
+                },
                 output_layout: OutputLayout::Bhtd,
             },
             fully_masked_rows: FullyMaskedRows::Zero,
@@ -189,30 +192,16 @@ impl ListedPart {
     }
 }
 
-/// Returns the smallest range with all keys of some ranges.
-fn union_of(ranges: impl Iterator<Item = Range<usize>>) -> Range<usize> {
-    let mut union = 0..0;
-    for range in ranges.filter(|range| !range.is_empty()) {
-        if union.is_empty() {
-            union = range;
-        } else {
-            union = union.start.min(range.start)..union.end.max(range.end);
-        }
-    }
-    union
-}
-
-/// Returns the row at which a key of the sequence with index `s` is stored.
-fn stored_row(call: &Call, s: usize, b: usize, key: usize) -> StoredRow {
+/// Returns the row at which a key of the sequence with index `s` is stored. Rows are few enough for a u32, by the
+/// choice of the path.
+fn stored_row(call: &Call, s: usize, key: usize) -> u32 {
     let MaskedKeys { sequences, pages, .. } = &call.attention.keys;
     if let Some(pages) = pages {
         let page_size = call.attention.k.dims()[2];
-        return StoredRow { entry: pages.pages(s)[key / page_size] as usize, row: key % page_size };
+        return pages.pages(s)[key / page_size] * page_size as u32 + (key % page_size) as u32;
     }
-    match sequences {
-        Some(packed) => StoredRow { entry: 0, row: packed.keys(s).start + key },
-        None => StoredRow { entry: b, row: key },
-    }
+    let first = sequences.as_ref().map_or(0, |packed| packed.keys(s).start);
+    (first + key) as u32
 }
 
 /// Returns the keys of each query (blocks, queries of a block) in its list of at most `n` keys: a range, and a mask

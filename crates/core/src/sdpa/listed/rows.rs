@@ -1,97 +1,127 @@
-//! Copies of rows of keys and values, and sums of their gradients.
+//! Keys and values as rows that lists of keys name, and sums of the gradients of these rows.
 
-use candle_core::{DType, Result, Tensor, WithDType};
+use candle_attention_call::{AttentionCall, KvScales};
+use candle_core::{Result, Tensor};
 
+use super::super::call::Call;
 use candle_attention_kernels::{Workers, for_each_chunk};
-use candle_attention_modules::base::rowwise::{TASK_ELEMENTS, read, to_vec, with_contiguous_rows, with_float};
+use candle_attention_modules::base::rowwise::{TensorElement, with_contiguous_rows};
 
-/// A row of keys (B, H_kv, T_kv, D) of any head, or of a pool (pages, H_kv, page size, D).
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct StoredRow {
-    /// The index in the batch, or of the page.
-    pub entry: usize,
-    /// The index of the row in its head of the entry.
-    pub row: usize,
+/// The keys, values and scales of a call without gradients, (entries, H_kv, rows, ..): the entries of a batch, or one
+/// entry with the rows of all packed sequences, or of all pages of a pool.
+pub(super) struct ListableRows {
+    k: Tensor,
+    v: Tensor,
+    kv_scales: Option<KvScales<Tensor>>,
 }
 
-/// The rows to copy for blocks of queries.
+/// Keys, values and scales in pages of one key, (rows, H_kv, 1, ..), as the kernel reads pages: a table of pages is
+/// then a list of keys, whose rows are read where they are stored.
+pub(super) struct OneKeyPages {
+    pub k: Tensor,
+    pub v: Tensor,
+    pub kv_scales: Option<KvScales<Tensor>>,
+}
+
+impl ListableRows {
+    /// Returns the rows of a call: views, unless the rows of a head are not contiguous, or pages of a pool do not
+    /// follow each other in memory.
+    pub fn new(call: &Call) -> Result<Self> {
+        let AttentionCall { k, v, kv_scales, keys, .. } = &call.attention;
+        let rows = |stored: &Tensor| -> Result<Tensor> {
+            let stored = with_contiguous_rows(&stored.detach())?;
+            if keys.pages.is_none() {
+                return Ok(stored);
+            }
+            let (pages, h_kv, page_size, width) = stored.dims4()?;
+            stored.transpose(1, 2)?.reshape((1, pages * page_size, h_kv, width))?.transpose(1, 2)
+        };
+        Ok(Self {
+            k: rows(k)?,
+            v: rows(v)?,
+            kv_scales: match kv_scales {
+                Some(scales) => Some(KvScales { k: rows(&scales.k)?, v: rows(&scales.v)? }),
+                None => None,
+            },
+        })
+    }
+
+    /// Returns the rows of an entry as pages.
+    pub fn pages(&self, entry: usize) -> Result<OneKeyPages> {
+        let pages = |rows: &Tensor| rows.narrow(0, entry, 1)?.transpose(0, 2);
+        Ok(OneKeyPages {
+            k: pages(&self.k)?,
+            v: pages(&self.v)?,
+            kv_scales: match &self.kv_scales {
+                Some(scales) => Some(KvScales { k: pages(&scales.k)?, v: pages(&scales.v)? }),
+                None => None,
+            },
+        })
+    }
+}
+
+/// The rows of listed keys for blocks of queries.
 pub(super) struct SelectedRows {
-    /// (blocks, heads with lists, n): rows past the end of a list are `None`.
-    pub rows: Vec<Option<StoredRow>>,
+    /// (blocks, heads with lists, n). Past the end of a list, a row that another list of the block names.
+    pub rows: Vec<u32>,
+    /// The number of keys of each list, (blocks, heads with lists).
+    pub lens: Vec<usize>,
     pub blocks: usize,
-    /// The number of heads that have separate rows: 1, or H_kv.
+    /// The number of heads that have separate lists: 1, or H_kv.
     pub heads: usize,
     pub n: usize,
 }
 
-impl SelectedRows {
-    /// Returns the row that the copy with an index in (blocks, H_kv, n) is from.
-    fn source(&self, h_kv: usize, index: usize) -> Option<StoredRow> {
-        let head = if self.heads == 1 { 0 } else { index / self.n % h_kv };
-        self.rows[(index / self.n / h_kv * self.heads + head) * self.n + index % self.n]
-    }
-
-    /// Returns the selected rows of keys (B, H_kv, T_kv, D) as (blocks, H_kv, n, D). Rows past the end of a list are
-    /// zeros.
-    pub fn copied(&self, op: &'static str, keys: &Tensor) -> Result<Tensor> {
-        match keys.dtype() {
-            DType::U8 => self.copied_as::<u8>(keys),
-            dtype => with_float!(op, dtype, |E| self.copied_as::<E>(keys)),
-        }
-    }
-
-    fn copied_as<E: WithDType + Default>(&self, keys: &Tensor) -> Result<Tensor> {
-        let keys = with_contiguous_rows(&keys.detach())?;
-        let (_, h_kv, _, width) = keys.dims4()?;
-        let locked = read(&keys);
-        let stored = locked.strided::<E, 3>()?;
-        let [of_entry, of_head, of_row] = stored.strides;
-        let count = self.blocks * h_kv * self.n;
-        let mut copies = vec![E::default(); count * width];
-        let rows_of_task = (TASK_ELEMENTS / width.max(1)).max(1);
-        let copy = |task: usize, rows: &mut [E]| {
-            for (index, copied) in (task * rows_of_task..).zip(rows.chunks_exact_mut(width)) {
-                if let Some(StoredRow { entry, row }) = self.source(h_kv, index) {
-                    let start = entry * of_entry + index / self.n % h_kv * of_head + row * of_row;
-                    copied.copy_from_slice(&stored.data[start..start + width]);
-                }
-            }
-        };
-        for_each_chunk(&mut copies, rows_of_task * width, Workers::for_tasks(count.div_ceil(rows_of_task)), &copy);
-        drop(locked);
-        Tensor::from_vec(copies, (self.blocks, h_kv, self.n, width), keys.device())
-    }
-
-    /// Adds the gradient (blocks, H_kv, n, D) of copies to the gradient of their rows.
-    pub fn add_to(&self, sums: &mut RowSums, gradient: &Tensor) -> Result<()> {
-        let gradients = to_vec::<f32>(gradient)?;
-        let [_, h_kv, rows, width] = sums.dims;
-        for (index, own) in gradients.chunks_exact(width).enumerate() {
-            let Some(StoredRow { entry, row }) = self.source(h_kv, index) else { continue };
-            let start = ((entry * h_kv + index / self.n % h_kv) * rows + row) * width;
-            for (sum, term) in sums.numbers[start..start + width].iter_mut().zip(own) {
-                *sum += term;
-            }
-        }
-        Ok(())
-    }
-}
-
 /// The gradient of keys or values, as it is summed up.
 pub(super) struct RowSums {
+    /// (entries, H_kv, rows, width), as [`ListableRows`] has them.
     numbers: Vec<f32>,
-    dims: [usize; 4],
+    h_kv: usize,
+    /// The number of rows of a head.
+    rows: usize,
+    width: usize,
 }
 
 impl RowSums {
-    /// Returns zeros for keys (B, H_kv, T_kv, D).
-    pub fn of(keys: &Tensor) -> Result<Self> {
-        let dims = keys.dims4()?.into();
-        Ok(Self { numbers: vec![0.0; keys.elem_count()], dims })
+    /// Returns zeros for the keys or the values of a call.
+    pub fn of(call: &Call, stored: &Tensor) -> Result<Self> {
+        let (entries, h_kv, of_entry, width) = stored.dims4()?;
+        let rows = if call.attention.keys.pages.is_some() { entries * of_entry } else { of_entry };
+        Ok(Self { numbers: vec![0.0; stored.elem_count()], h_kv, rows, width })
     }
 
-    /// Returns the sums in the dtype of the keys.
-    pub fn into_tensor(self, keys: &Tensor) -> Result<Tensor> {
-        Tensor::from_vec(self.numbers, &self.dims, keys.device())?.to_dtype(keys.dtype())
+    /// Adds the gradients (blocks, H_kv, n, width) of selected rows of an entry. The sum of a row has the same order
+    /// for any number of threads.
+    pub fn add<E: TensorElement>(&mut self, entry: usize, selected: &SelectedRows, gradients: &[E]) {
+        let &mut Self { ref mut numbers, h_kv, rows, width } = self;
+        let SelectedRows { rows: selected_rows, lens, blocks, heads, n } = selected;
+        let of_entry = h_kv * rows * width;
+        let sums_of_entry = &mut numbers[entry * of_entry..(entry + 1) * of_entry];
+        for_each_chunk(sums_of_entry, rows * width, Workers::for_tasks(h_kv), &|head, sums| {
+            let mut scratch = Vec::new();
+            for block in 0..*blocks {
+                let list = block * heads + head % heads;
+                let of_head = &gradients[(block * h_kv + head) * n * width..][..n * width];
+                let own_rows = &selected_rows[list * n..][..lens[list]];
+                for (&row, gradient) in own_rows.iter().zip(of_head.chunks_exact(width)) {
+                    let start = row as usize * width;
+                    for (sum, term) in sums[start..start + width].iter_mut().zip(E::widen(gradient, &mut scratch)) {
+                        *sum += term;
+                    }
+                }
+            }
+        });
+    }
+
+    /// Returns the sums in the shape and the dtype of the keys or values.
+    pub fn into_tensor(self, call: &Call, stored: &Tensor) -> Result<Tensor> {
+        let (entries, h_kv, of_entry, width) = stored.dims4()?;
+        let sums = if call.attention.keys.pages.is_some() {
+            let of_heads = Tensor::from_vec(self.numbers, (h_kv, entries, of_entry, width), stored.device())?;
+            of_heads.transpose(0, 1)?.contiguous()?
+        } else {
+            Tensor::from_vec(self.numbers, stored.shape(), stored.device())?
+        };
+        sums.to_dtype(stored.dtype())
     }
 }

@@ -16,6 +16,7 @@ use super::inputs::{CheckedCall, output_len, queries};
 use super::kernels::{AttentionKernels, KernelTask};
 use super::kv_rows::KeysValues;
 use super::memory::no_scratch_memory;
+use super::pages::PageList;
 use super::relative_bias::RelativeBiasTable;
 use crate::cpu::InstructionSet;
 use crate::error::{Error, check_instruction_set, check_len};
@@ -27,6 +28,9 @@ use gradients::{GradientMemory, check_requested};
 
 /// Computes the gradients of a call of [`attend`](super::attend), on the calling thread and on helper threads.
 /// The gradients are the same to the bit for any number of threads, and for any other sequences in the batch.
+///
+/// The gradients of keys and values in pages are those of the keys of each sequence, (B, H_kv, T_kv, ..): a key that
+/// several sequences share, or that a sequence has several times, has several.
 ///
 /// The gradient of a fully masked query is zeros. NaN and infinities in keys, values, queries and gradients reach only
 /// the queries and keys that attend to each other.
@@ -84,12 +88,10 @@ pub fn attend_backward<E: AttentionKernels>(
     if forward.kv_scales.is_some() {
         return Err(Error::Shape("expected keys and values that are floats, found some of 8 bits".into()));
     }
-    if forward.pages.is_some() {
-        return Err(Error::Shape("expected keys and values in one piece for gradients, found pages".into()));
-    }
-    let keys_values = KeysValues::new(&forward, None)?;
     let q = queries(&forward)?;
     let mut inputs = CheckedCall::new(&forward)?;
+    let pages = PageList::new(&forward)?;
+    let keys_values = KeysValues::new(&forward, pages.as_ref())?;
     check_len("output", output.len(), output_len(&dims)?)?;
     let table = match inputs.options.relative_bias {
         Some(bias) => Some(RelativeBiasTable::new(bias, &dims).ok_or_else(no_scratch_memory)?),

@@ -115,13 +115,21 @@ impl<S: Stored> RowProducts<'_, S> {
         let lanes = V::LANES;
         let together = lanes / r;
         let whole = d / lanes * lanes;
-        for run in self.rows.runs(*kv, keys.clone()) {
-            let scores = scores_or_weights.wrapping_add((run.keys.start - keys.start) * r);
-            for first in (0..run.keys.len()).step_by(together) {
+        let are_listed = self.rows.has_runs_of_one_key();
+        let mut rest = keys.clone();
+        while !rest.is_empty() {
+            let run = self.rows.run(*kv, rest.clone());
+            let count = if are_listed { rest.len() } else { run.keys.len() };
+            let scores = scores_or_weights.wrapping_add((rest.start - keys.start) * r);
+            for first in (0..count).step_by(together) {
                 // SAFETY: as this method's contract; the rows of keys have D elements. The scores past the end of the
                 // run are overwritten by the next run, or masked later.
                 unsafe {
-                    let from = self.prefetched_keys::<V>(&run, first, together);
+                    let from = if are_listed {
+                        self.prefetched_listed_keys::<V>(rest.start + first..rest.end, together)
+                    } else {
+                        self.prefetched_keys::<V>(&run, first, together)
+                    };
                     let mut sums = [V::splat(0.0); MAX_LANES];
                     for at in (0..whole).step_by(lanes) {
                         self.add_keys(r, &mut sums, &from, at..at + lanes, queries);
@@ -132,7 +140,26 @@ impl<S: Stored> RowProducts<'_, S> {
                     V::sum_each(&sums).store(scores.add(first * r));
                 }
             }
+            rest.start += count;
         }
+    }
+
+    /// Returns the rows of the first `count` of some keys that are in pages of one key each. Past the end the last key
+    /// is repeated.
+    ///
+    /// # Safety
+    /// The processor has the instruction set of V.
+    #[inline(always)]
+    unsafe fn prefetched_listed_keys<V: Vector>(&self, keys: Range<usize>, count: usize) -> [*const S; MAX_LANES] {
+        let mut rows = [std::ptr::null(); MAX_LANES];
+        for (k, row) in rows[..count].iter_mut().enumerate() {
+            let key = (keys.start + k).min(keys.end - 1);
+            let run = self.rows.run(self.products.kv, key..key + 1);
+            *row = run.first;
+            // SAFETY: as this method's contract.
+            unsafe { prefetch_row::<V, S>(run.ahead, self.rows.width) };
+        }
+        rows
     }
 
     /// Returns the rows of `count` keys of a run from its key `first` on. Past the end the last key is repeated.

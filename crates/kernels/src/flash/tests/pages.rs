@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::case::{Case, Data, dims};
-use super::on_miri_only_scalar;
+use super::case::{Case, Data, FOR_BACKWARD, dims};
+use super::{numbers, on_miri_only_scalar};
 use crate::Element;
 use crate::cpu::InstructionSet;
 use crate::flash::{
-    AttentionCall, AttentionDims, AttentionResults, CpuCall, KvPages, KvScales, RequestedResults, RequestedStatistics,
-    Strided, View, attend,
+    AttentionBackwardProblem, AttentionCall, AttentionDims, AttentionResults, CpuCall, KvPages, KvScales, OutputLayout,
+    PerInput, RequestedGradients, RequestedResults, RequestedStatistics, Strided, View, attend, attend_backward,
 };
 
 /// The entry of a page that no query needs.
@@ -21,29 +21,39 @@ struct Placement {
     page_size: usize,
     /// The number of pages of the pools.
     pages: usize,
-    /// (B, pages of a sequence).
+    /// The number of heads with separate pages: 1, or H_kv.
+    heads: usize,
+    /// (B, heads, pages of a sequence).
     table: Vec<u32>,
 }
 
 impl Placement {
     /// Places the keys that queries attend to. Every sequence has the first `shared` pages of the first one.
-    fn new(case: &Case, page_size: usize, shared: usize) -> Self {
+    fn new(case: &Case, page_size: usize, shared: usize, heads: usize) -> Self {
         let AttentionDims { b, t_q, t_kv, .. } = case.dims;
         let columns = t_kv.div_ceil(page_size);
+        let entries = b * heads * columns;
         // Multiples of 7 visit every page once if 7 does not divide their number.
-        let pages = if (b * columns + 1).is_multiple_of(7) { b * columns + 2 } else { b * columns + 1 };
-        let mut table = vec![NO_PAGE; b * columns];
-        for sequence in 0..b {
+        let pages = if (entries + 1).is_multiple_of(7) { entries + 2 } else { entries + 1 };
+        let mut table = vec![NO_PAGE; entries];
+        for list in 0..b * heads {
             for n in 0..columns {
                 let keys = n * page_size..(n + 1) * page_size;
-                let ranges = &case.ranges[sequence * t_q..(sequence + 1) * t_q];
+                let ranges = &case.ranges[list / heads * t_q..(list / heads + 1) * t_q];
                 if ranges.iter().any(|range| overlaps(range, &keys)) {
-                    let owner = if n < shared { n } else { sequence * columns + n };
-                    table[sequence * columns + n] = (owner * 7 % pages) as u32;
+                    let owner = if n < shared { list % heads } else { list };
+                    table[list * columns + n] = ((owner * columns + n) * 7 % pages) as u32;
                 }
             }
         }
-        Self { page_size, pages, table }
+        Self { page_size, pages, heads, table }
+    }
+
+    /// Returns the table as kernels read it.
+    fn view(&self, columns: usize) -> View<'_> {
+        let of_head = if self.heads == 1 { 0 } else { columns };
+        let of_sequences = Strided { data: &self.table[..], strides: [self.heads * columns, 1] };
+        View { strides: [self.heads * columns, of_head, 0, 1], ..View::from(of_sequences) }
     }
 
     /// Returns a pool (pages, page size, H_kv, width) with the rows (B, H_kv, T_kv, width) of a call, and `poison`
@@ -55,7 +65,8 @@ impl Placement {
         for sequence in 0..b {
             for head in 0..h_kv {
                 for key in 0..t_kv {
-                    let page = self.table[sequence * columns + key / self.page_size];
+                    let list = sequence * self.heads + head % self.heads;
+                    let page = self.table[list * columns + key / self.page_size];
                     if page == NO_PAGE {
                         continue;
                     }
@@ -107,12 +118,12 @@ impl<E: Element> Pools<E> {
             false => View::from(Strided { data: floats, strides: strides(width) }),
         };
         let scales = |scales: &'a [f32]| View::from(Strided { data: scales, strides: strides(1) });
-        let table = Strided { data: &placement.table[..], strides: [t_kv.div_ceil(page_size), 1] };
+        let table = placement.view(t_kv.div_ceil(page_size));
         AttentionCall {
             k: rows(&self.k, &self.k_codes, d),
             v: rows(&self.v, &self.v_codes, d_v),
             kv_scales: is_q8.then(|| KvScales { k: scales(&self.k_scales), v: scales(&self.v_scales) }),
-            pages: Some(KvPages { table: table.into(), page_size }),
+            pages: Some(KvPages { table, page_size }),
             ..*plain
         }
     }
@@ -140,7 +151,8 @@ fn bits<E: Element + Into<f32>>(found: AttentionResults<E>) -> Vec<u32> {
     bits
 }
 
-/// Checks that a call has the same bits in pages of each size, also where sequences share their first page.
+/// Checks that a call has the same bits in pages of each size. Of every second size, heads have separate pages, and
+/// sequences share their first page.
 fn check_pages<E: Element + Into<f32>>(instruction_set: InstructionSet, case: &Case, page_sizes: &[usize]) {
     let two_keys = RequestedStatistics { top_keys: 2, tile: None };
     for (n, &page_size) in page_sizes.iter().enumerate() {
@@ -154,7 +166,8 @@ fn check_pages<E: Element + Into<f32>>(instruction_set: InstructionSet, case: &C
         share_first_keys(&case.dims, &mut data.v_q8.codes, d_v, keys);
         share_first_keys(&case.dims, &mut data.k_q8.scales, 1, keys);
         share_first_keys(&case.dims, &mut data.v_q8.scales, 1, keys);
-        let placement = Placement::new(case, page_size, shared);
+        let heads = if shared == 1 { case.dims.h_kv } else { 1 };
+        let placement = Placement::new(case, page_size, shared, heads);
         let pools = Pools::new(&placement, &case.dims, &data);
         let plain = case.call(&data);
         let paged = pools.call(&plain, &placement);
@@ -201,7 +214,7 @@ fn attention_over_pages_has_the_bits_of_keys_in_one_piece() {
             for (has_modifiers, window, q8) in
                 [(false, None, false), (true, None, true), (true, Some(40), false), (false, Some(21), true)]
             {
-                check_types(instruction_set, &case(shape, has_modifiers, window, q8), &[16, 32, 64, 5]);
+                check_types(instruction_set, &case(shape, has_modifiers, window, q8), &[16, 32, 64, 5, 1, 1]);
             }
         }
     }
@@ -213,8 +226,51 @@ fn attention_over_pages_has_the_bits_of_keys_in_one_piece() {
 fn attention_over_parts_of_pages_has_the_bits_of_keys_in_one_piece() {
     for instruction_set in InstructionSet::available() {
         for shape in [dims(2, 1, 2100, 8, 8), dims(1, 20, 1100, 8, 8)] {
-            check_pages::<f32>(instruction_set, &case(shape, false, None, false), &[16]);
+            check_pages::<f32>(instruction_set, &case(shape, false, None, false), &[16, 1]);
             check_pages::<bf16>(instruction_set, &case(shape, false, Some(1050), true), &[48]);
+        }
+    }
+}
+
+/// Returns the bits of the gradients of a call.
+fn gradient_bits<E: Element + Into<f32>>(
+    call: CpuCall,
+    output_grad: &[E],
+    instruction_set: InstructionSet,
+) -> [Vec<u32>; 3] {
+    let AttentionDims { h, t_q, d_v, .. } = call.dims;
+    let found = attend::<E>(&call, instruction_set, FOR_BACKWARD).expect("a forward pass");
+    let problem = AttentionBackwardProblem {
+        forward: call,
+        output: &found.output,
+        softmax_stats: &found.softmax_stats.expect("requested"),
+        output_grad: Strided { data: output_grad, strides: [h * t_q * d_v, t_q * d_v, d_v] },
+        lse_grad: None,
+    };
+    let of = PerInput { q: true, k: true, v: true, ..PerInput::default() };
+    let requested = RequestedGradients { layout: OutputLayout::Bhtd, of };
+    let gradients = attend_backward(&problem, instruction_set, requested).expect("a backward pass");
+    [gradients.q, gradients.k, gradients.v]
+        .map(|numbers| numbers.expect("requested").into_iter().map(|x| x.into().to_bits()).collect())
+}
+
+#[test]
+fn gradients_over_pages_have_the_bits_of_keys_in_one_piece() {
+    for instruction_set in on_miri_only_scalar() {
+        let shapes = [dims(2, 3, 40, 9, 5), dims(4, 45, 140, 5, 9)];
+        for &shape in if cfg!(miri) { &shapes[..1] } else { &shapes[..] } {
+            let AttentionDims { b, h, h_kv, t_q, d_v, .. } = shape;
+            let case = case(shape, true, Some(21), false);
+            let data = case.data::<f32>();
+            let plain = case.call(&data);
+            let output_grad = numbers::<f32>(b * h * t_q * d_v, 7);
+            let expected = gradient_bits(plain, &output_grad, instruction_set);
+            for (page_size, heads) in [(16, 1), (1, 1), (1, h_kv), (5, h_kv)] {
+                let placement = Placement::new(&case, page_size, 0, heads);
+                let pools = Pools::new(&placement, &case.dims, &data);
+                let found = gradient_bits(pools.call(&plain, &placement), &output_grad, instruction_set);
+                assert!(found == expected, "{instruction_set}, {case}, pages of {page_size}, {heads} heads");
+            }
         }
     }
 }
@@ -227,7 +283,7 @@ fn values_that_are_not_finite_in_pages_reach_the_same_queries() {
             let mut data = case.data::<f32>();
             // Of the last key, which only the last query of the first sequence attends to, in two heads.
             data.v[(70 - 1) * 8] = f32::INFINITY;
-            let placement = Placement::new(&case, 16, 0);
+            let placement = Placement::new(&case, 16, 0, 1);
             let pools = Pools::new(&placement, &case.dims, &data);
             let plain = case.call(&data);
             let requested = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
@@ -244,7 +300,7 @@ fn values_that_are_not_finite_in_pages_reach_the_same_queries() {
 fn tables_that_lack_a_page_are_refused() {
     let case = case(dims(2, 1, 40, 4, 4), false, None, false);
     let data = case.data::<f32>();
-    let placement = Placement::new(&case, 16, 0);
+    let placement = Placement::new(&case, 16, 0, 1);
     let pools = Pools::new(&placement, &case.dims, &data);
     let plain = case.call(&data);
     let good = pools.call(&plain, &placement);
@@ -259,8 +315,8 @@ fn tables_that_lack_a_page_are_refused() {
         ),
         (
             with_table(table(&[0, 1, 2, 3, 4]), 16),
-            "the table of pages of [2, 3] entries of 1 elements with strides [3, 1] ends past the 5 elements of its \
-             slice",
+            "the table of pages of [2, 1, 3] entries of 1 elements with strides [3, 0, 1] ends past the 5 elements of \
+             its slice",
         ),
         (with_table(table(&[0; 6]), 0), "expected pages of at least one key, found pages of 0"),
         (

@@ -8,6 +8,7 @@ mod dropout;
 mod first_use;
 mod isolation;
 mod large_biases;
+mod lists;
 mod masks;
 mod modifiers;
 mod packed;
