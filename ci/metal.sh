@@ -31,4 +31,7 @@ TOML
 cd "$copy"
 # GNUstep's runtime names a package that Cargo.lock does not.
 cargo fetch --quiet || { echo "the feature metal is not checked: the registry cannot be reached" >&2; exit 0; }
-cargo clippy -p candle-attention-core -p candle-attention -p attention-oracle --lib --features metal -- -D warnings
+# The launches of kernels are compiled for Apple's systems, and for this check.
+export RUSTFLAGS="${RUSTFLAGS-} --cfg metal_check"
+cargo clippy -p candle-attention-metal -p candle-attention-core -p candle-attention -p attention-oracle --lib \
+    --features metal -- -D warnings

@@ -19,7 +19,7 @@ check() {
     echo "$package: $(wc -l <<<"$list") files"
 }
 
-for package in call device kernels cuda modules core delta checkpoints frontend; do check "candle-attention-$package"; done
+for package in call device kernels cuda metal modules core delta checkpoints frontend; do check "candle-attention-$package"; done
 check candle-attention CHANGELOG.md models/frontend_48/model.safetensors
 size=$(du -sb models | cut -f1)
 [ "$size" -lt 3000000 ] || { echo "models/ has $size bytes, expected less than 3 MB" >&2; exit 1; }

@@ -193,7 +193,8 @@ static void test(const Case& c) {
     Call call(c);
     const Reference reference(call);
     if (c.is_decode ? !run_decode(call) : !run_forward(call)) return;
-    const double tolerance = ELEMENT == 1 ? 8e-3 : ELEMENT == 0 ? 1.2e-3 : 3e-6;
+    // Scores of wide heads are sums of more products.
+    const double tolerance = ELEMENT == 1 ? 8e-3 : ELEMENT == 0 ? 1.2e-3 : HEAD_DIM > 128 ? 6e-6 : 3e-6;
     compare(c, "output", call.output.numbers(), reference.output, tolerance);
     if (c.has_log_sum_exp)
         compare(c, "log-sum-exp", to_vector(call.log_sum_exp), reference.log_sum_exp, ELEMENT == 2 ? 2e-6 : 2e-5);

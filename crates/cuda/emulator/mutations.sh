@@ -51,7 +51,7 @@ mutate "forward: values are not transposed" "$forward" products.cuh \
     'load_matrices_transposed(fragment.x, at + (k + (lane & 15))' 'load_matrices(fragment.x, at + (k + (lane & 15))'
 mutate "forward: special values reach other queries" "$forward" forward.cuh 'is_careful = true;' 'break;'
 mutate "forward: the sum does not shrink with the maximum" "$forward" softmax.cuh 'state.sum[tile][r] *= shrink;' ''
-mutate "forward: a sink does not join the sum" "$forward" softmax.cuh '+ exp2_approximate(sink - reference)' ''
+mutate "forward: a sink does not join the sum" "$forward" row_results.cuh '+ exp2_approximate((sink - reference) * LOG2_E)' ''
 mutate "forward: chunks of negative positions round towards zero" "$forward" masks.cuh 'rest < 0 ? rest + chunk : rest' 'rest'
 mutate "forward: lengths of the first sequence for all" "$forward" masks.cuh 'arguments.key_lengths + index' 'arguments.key_lengths'
 mutate "forward: a bias of the least float overflows" "-DELEMENT=1 -DHEAD_DIM=32 -DFORWARD_WARPS=2 -DKERNEL_SET=1 -DHAS_BIAS=2" \
@@ -66,7 +66,7 @@ mutate "decode: no barrier of the warp" "$decode" decode.cuh $'        warp_barr
 mutate "decode: a write to an input" "$decode" decode.cuh 'arguments.log_sum_exp) store_global(arguments.log_sum_exp + statistics' \
     'arguments.log_sum_exp) store_global((float*)arguments.queries + statistics'
 mutate "decode: parts that overlap" "$decode" decode.cuh 'begin + split * share' 'begin + split * (share - DECODE_WARPS)'
-mutate "combine: parts are not weighted by their sums" "$decode" combine.cuh 'own.y * exp2_approximate' 'exp2_approximate'
+mutate "combine: parts are not weighted by their sums" "$decode" combine_rows.cuh 'own.y * exp2_approximate' 'exp2_approximate'
 mutate "codes: the scale of a key is left out" "$decode -DKEY_CODES=1" decode.cuh 'scale_decode_scores<false>(block, tile_at, scores);' ''
 mutate "codes: columns of the output are not permuted" "$decode -DKEY_CODES=1" decode.cuh 'if (KEY_CODES) return' 'if (false) return'
 mutate "codes: scales of the next tile" "$forward -DKEY_CODES=1" forward.cuh '(IS_WEIGHT ? FORWARD_VALUE_SCALES_AT : FORWARD_KEY_SCALES_AT) +
@@ -77,7 +77,7 @@ mutate "backward: no barrier after scores are shared" "$fused" backward_keys.cuh
     'if (WARPS_PER_KEYS > 1 || RELATIVE_BIAS_GRADIENT) block_barrier();' ''
 mutate "backward: blocks in an order that waits for itself" "$fused" key_block.cuh \
     'FUSED_BACKWARD ? place.block : arguments.blocks - 1 - place.block' 'arguments.blocks - 1 - place.block'
-mutate "backward: one number for the log-sum-exp" "$fused -DHAS_BIAS=2" softmax.cuh \
+mutate "backward: one number for the log-sum-exp" "$fused -DHAS_BIAS=2" row_results.cuh \
     'if (!NATURAL_SCORES) {
         result.statistics.log2_sum += MODIFIES_SCORES ? result.statistics.maximum : result.statistics.maximum * scale;' \
     'if (true) {

@@ -6,6 +6,7 @@
 #include "attention_arguments.cuh"
 #include "loads.cuh"
 #include "masks.cuh"
+#include "tile_intervals.cuh"
 
 #if KERNEL_SET & BACKWARD_KERNELS
 // delta: the sum of output * output_gradient over a row, less the gradient of the log-sum-exp. The gradient of a score

@@ -10,6 +10,7 @@
 #include "products.cuh"
 #include "loads.cuh"
 #include "masks.cuh"
+#include "tile_intervals.cuh"
 #include "dropout.cuh"
 #include "modifiers.cuh"
 #include "query_block.cuh"

@@ -1,64 +1,15 @@
-// Combines the parts of attention_decode: output (B, H, T_q, D_v) and log-sum-exp (B, H, T_q) from `splits` outputs,
-// each with the maximum of its scores and the sum of its weights. Each warp combines one row.
+// Combines the parts of attention_decode: output (B, H, T_q, D_v) and log-sum-exp (B, H, T_q). A warp has one row.
 #pragma once
 #include "specialization.cuh"
 #include "device.cuh"
 #include "attention_arguments.cuh"
-#include "loads.cuh"
-#include "masks.cuh"
-#include "softmax.cuh"
+#include "combine_rows.cuh"
 
 #if KERNEL_SET & DECODE_KERNELS
-// Columns of the output of a lane.
-#define COMBINE_COLUMNS ((VALUE_DIM + 31) / 32)
-
-// Factors of the weights of parts, which may be as large as the number of keys, and of the output: the sum of large
-// outputs must not exceed f32.
-#define PART_SHRINK (1.0f / 4294967296.0f)
-#define PART_GROWTH 4294967296.0f
-
-// The maximum of the scores of a part, and the sum of its weights; of no part, those of no keys.
-DEVICE float2 part_statistics(const AttentionArguments& arguments, int split, i64 rows, i64 row) {
-    float2 statistics;
-    statistics.x = NEGATIVE_INFINITY, statistics.y = 0;
-    if (split < arguments.splits) statistics = load_global(arguments.partial_statistics + split * rows + row);
-    return statistics;
-}
-
 KERNEL(attention_combine, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
-    const int lane = thread_index() & 31;
     const i64 batches = arguments.cumulative_queries ? 1 : arguments.sequences;
     const i64 rows = batches * arguments.heads * arguments.query_count;
     const i64 row = (i64)block_index() * (SMALL_BLOCK_THREADS / 32) + thread_index() / 32;
-    if (row >= rows) return;
-    const int query = row % arguments.query_count, head = row / arguments.query_count % arguments.heads;
-    const int batch = row / arguments.query_count / arguments.heads;
-    const float scale = exponent_scale(arguments);
-
-    float maximum = NEGATIVE_INFINITY;
-    for (int split = lane; split < arguments.splits; split += 32)
-        maximum = larger(maximum, part_statistics(arguments, split, rows, row).x);
-    UNROLL for (int d = 16; d > 0; d >>= 1) maximum = larger(maximum, shuffle_xor(maximum, d));
-    const float reference = maximum == NEGATIVE_INFINITY ? 0.0f : maximum;
-
-    float output[COMBINE_COLUMNS], sum = 0;
-    UNROLL for (int e = 0; e < COMBINE_COLUMNS; e++) output[e] = 0;
-    for (int first = 0; first < arguments.splits; first += 32) {
-        // Each lane computes the weight of one part.
-        const float2 own = part_statistics(arguments, first + lane, rows, row);
-        const float own_weight = own.y * exp2_approximate((own.x - reference) * scale);
-        for (int split = first; split < smaller(first + 32, arguments.splits); split++) {
-            const float weight = shuffle(own_weight, split - first);
-            const float* from = arguments.partial_outputs + (split * rows + row) * VALUE_DIM;
-            sum += weight;
-            UNROLL for (int e = 0; e < COMBINE_COLUMNS; e++)
-                if (lane + 32 * e < VALUE_DIM) output[e] += weight * PART_SHRINK * load_global(from + lane + 32 * e);
-        }
-    }
-    const RowResult result = finish_row(arguments, head, maximum, sum, scale, arguments.sinks != nullptr);
-    char* to = row_address(arguments.output, arguments.output_strides, batch, head, query, ELEMENT_BYTES);
-    UNROLL for (int e = 0; e < COMBINE_COLUMNS; e++)
-        if (lane + 32 * e < VALUE_DIM) store_element(to, lane + 32 * e, output[e] * result.factor * PART_GROWTH);
-    if (lane == 0) store_row_result(arguments, row, result);
+    if (row < rows) combine_parts(arguments, rows, row, thread_index() & 31);
 }
 #endif

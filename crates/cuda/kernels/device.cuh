@@ -39,6 +39,11 @@ typedef long long i64;
 extern __shared__ __align__(128) char shared_memory[];
 #endif
 
+// The address spaces of the Metal Shading Language, for headers that the Metal kernels share: memory of a thread, and
+// global memory. In CUDA and C++, addresses have none.
+#define LOCAL
+#define GLOBAL
+
 #define LOG2_E 1.4426950408889634f
 #define LN_2 0.6931471805599453f
 #define NEGATIVE_INFINITY as_float(0xff800000u) // NVRTC has no INFINITY

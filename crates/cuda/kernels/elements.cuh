@@ -2,18 +2,18 @@
 #pragma once
 #include "device.cuh"
 
-DEVICE float load_element(const void* tensor, i64 at) {
+DEVICE float load_element(GLOBAL const void* tensor, i64 at) {
 #if ELEMENT == 2
-    return load_global((const float*)tensor + at);
+    return load_global((GLOBAL const float*)tensor + at);
 #else
-    return unpack_half(load_global((const u16*)tensor + at));
+    return unpack_half(load_global((GLOBAL const u16*)tensor + at));
 #endif
 }
 
-DEVICE void store_element(void* tensor, i64 at, float x) {
+DEVICE void store_element(GLOBAL void* tensor, i64 at, float x) {
 #if ELEMENT == 2
-    store_global((float*)tensor + at, x);
+    store_global((GLOBAL float*)tensor + at, x);
 #else
-    store_global((u16*)tensor + at, (u16)pack_pair(x, 0.0f));
+    store_global((GLOBAL u16*)tensor + at, (u16)pack_pair(x, 0.0f));
 #endif
 }

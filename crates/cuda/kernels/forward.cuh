@@ -12,6 +12,7 @@
 #include "loads.cuh"
 #include "codes.cuh"
 #include "masks.cuh"
+#include "tile_intervals.cuh"
 #include "key_rows.cuh"
 #include "dropout.cuh"
 #include "modifiers.cuh"

@@ -14,7 +14,7 @@ struct Sequence {
     int first_position; // of its query 0 among its keys
 };
 
-DEVICE Sequence load_sequence(const AttentionArguments& arguments, int index) {
+DEVICE Sequence load_sequence(const LOCAL AttentionArguments& arguments, int index) {
     Sequence sequence;
     if (arguments.cumulative_queries) {
         sequence.batch = 0;
@@ -34,16 +34,18 @@ DEVICE Sequence load_sequence(const AttentionArguments& arguments, int index) {
 }
 
 // The index of the first row of a sequence in tensors (B, H, T_q).
-DEVICE i64 statistics_row(const AttentionArguments& arguments, const Sequence& sequence, int head) {
+DEVICE i64 statistics_row(const LOCAL AttentionArguments& arguments, const LOCAL Sequence& sequence, int head) {
     return ((i64)sequence.batch * arguments.heads + head) * arguments.query_count + sequence.first_query;
 }
 
 // The address of a row of a tensor with elements of `bytes` bytes.
-DEVICE const char* row_address(const void* tensor, const RowStrides& strides, int batch, int head, i64 row, int bytes) {
-    return (const char*)tensor + (batch * strides.sequence + head * strides.head + row * strides.row) * bytes;
+DEVICE GLOBAL const char* row_address(GLOBAL const void* tensor, const LOCAL RowStrides& strides, int batch, int head,
+                                      i64 row, int bytes) {
+    return (GLOBAL const char*)tensor + (batch * strides.sequence + head * strides.head + row * strides.row) * bytes;
 }
-DEVICE char* row_address(void* tensor, const RowStrides& strides, int batch, int head, i64 row, int bytes) {
-    return (char*)tensor + (batch * strides.sequence + head * strides.head + row * strides.row) * bytes;
+DEVICE GLOBAL char* row_address(GLOBAL void* tensor, const LOCAL RowStrides& strides, int batch, int head, i64 row,
+                                int bytes) {
+    return (GLOBAL char*)tensor + (batch * strides.sequence + head * strides.head + row * strides.row) * bytes;
 }
 
 // The first position of the chunk of a position, which may be negative.
@@ -53,8 +55,8 @@ DEVICE int chunk_start(int position, int chunk) {
 }
 
 // The keys [first, end) of its sequence that query `query` of a sequence attends to; 0 and 0 if there are none.
-DEVICE void attended_keys(const AttentionArguments& arguments, const Sequence& sequence, int index, int query,
-                          int& first, int& end) {
+DEVICE void attended_keys(const LOCAL AttentionArguments& arguments, const LOCAL Sequence& sequence, int index,
+                          int query, LOCAL int& first, LOCAL int& end) {
     first = 0, end = sequence.key_count;
     if (arguments.key_lengths) end = smaller(end, load_global(arguments.key_lengths + index));
     if (arguments.key_starts) first = larger(first, load_global(arguments.key_starts + index));
@@ -88,49 +90,17 @@ struct TileInterval {
 };
 
 // Combines the intervals of two sets of queries.
-DEVICE void join(TileInterval& interval, int first, int end, int common_first, int common_end) {
+DEVICE void join(LOCAL TileInterval& interval, int first, int end, int common_first, int common_end) {
     interval.first = smaller(interval.first, first), interval.end = larger(interval.end, end);
     interval.common_first = larger(interval.common_first, common_first);
     interval.common_end = smaller(interval.common_end, common_end);
 }
 
 // Combines the intervals of the lanes of a warp, in every lane.
-DEVICE void join_in_warp(TileInterval& interval) {
+DEVICE void join_in_warp(LOCAL TileInterval& interval) {
     UNROLL for (int d = 16; d > 0; d >>= 1)
         join(interval, (int)shuffle_bits_xor(interval.first, d), (int)shuffle_bits_xor(interval.end, d),
              (int)shuffle_bits_xor(interval.common_first, d), (int)shuffle_bits_xor(interval.common_end, d));
-}
-
-// Stores the intervals of the ROWS queries from `first_query` on at `to`, 8 bytes each, and returns those of the tile.
-// `warps_at` has 16 bytes for each warp, which nothing else is written to. All threads pass a barrier.
-template <int ROWS, int THREADS>
-DEVICE TileInterval store_intervals(const AttentionArguments& arguments, const Sequence& sequence, int index,
-                                    int first_query, u32 to, u32 warps_at, int thread) {
-    TileInterval tile;
-    tile.first = 0x7fffffff, tile.end = 0, tile.common_first = 0, tile.common_end = 0x7fffffff;
-    for (int row = thread; row < ROWS; row += THREADS) {
-        int2 keys;
-        keys.x = keys.y = 0;
-        if (first_query + row < sequence.query_count) {
-            attended_keys(arguments, sequence, index, first_query + row, keys.x, keys.y);
-            if (keys.x < keys.y) tile.first = smaller(tile.first, keys.x), tile.end = larger(tile.end, keys.y);
-            tile.common_first = larger(tile.common_first, keys.x), tile.common_end = smaller(tile.common_end, keys.y);
-        }
-        store_shared<int2>(to + 8 * row, keys);
-    }
-    join_in_warp(tile);
-    if (thread % 32 == 0) {
-        int4 own;
-        own.x = tile.first, own.y = tile.end, own.z = tile.common_first, own.w = tile.common_end;
-        store_shared<int4>(warps_at + thread / 2, own);
-    }
-    block_barrier();
-    UNROLL for (int warp = 0; warp < THREADS / 32; warp++) {
-        const int4 own = load_shared<int4>(warps_at + 16 * warp);
-        join(tile, own.x, own.y, own.z, own.w);
-    }
-    if (tile.first >= tile.end) tile.first = tile.end = 0;
-    return tile;
 }
 
 // The part of a call that a block computes, in a grid over blocks, heads and sequences.
@@ -144,7 +114,7 @@ struct BlockPlace {
 // keys in the cache; of each head the last block first, which is the longest one of a causal call.
 //
 // A launch has `count` heads from number `first` on, which are counted through the `heads` of each sequence.
-DEVICE BlockPlace block_place(const AttentionArguments& arguments, int index, int heads, int first, int count) {
+DEVICE BlockPlace block_place(const LOCAL AttentionArguments& arguments, int index, int heads, int first, int count) {
     const int section_blocks = arguments.section_heads * arguments.blocks;
     const int section = index / section_blocks, rest = index - section * section_blocks;
     const int section_heads = smaller(arguments.section_heads, count - section * arguments.section_heads);

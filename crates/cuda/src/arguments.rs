@@ -10,7 +10,7 @@ kernel_struct! {
     /// sequences are successive rows of one tensor: then T_q and T_kv are totals, and all tensors but the lengths have
     /// a batch of one. Tensors (B, H, T_q) are contiguous. The others have strides, in elements, and a last dimension
     /// that is contiguous unless a stride for it is named. A pointer that a call does not need is null.
-    pub(crate) struct AttentionArguments {
+    pub struct AttentionArguments {
         // ---- tensors of the forward pass ----
         /// (B, H, T_q, D), elements.
         pub queries: InputPointer<Elements>,
@@ -212,5 +212,5 @@ kernel_struct! {
     /// The pairs of a query and a head that a block of the decode kernel works on.
     pub(crate) const DECODE_ROWS: usize = 16;
     /// The threads of a block of the kernels without products.
-    pub(crate) const SMALL_BLOCK_THREADS: usize = 128;
+    pub const SMALL_BLOCK_THREADS: usize = 128;
 }

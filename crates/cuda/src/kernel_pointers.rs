@@ -7,7 +7,7 @@ use candle_core::DType;
 use crate::kernel_struct::{CppType, KernelField, kernel_struct};
 
 /// The numbers that a pointer in a kernel's argument points to.
-pub(crate) trait Pointee: Copy {
+pub trait Pointee: Copy {
     /// The type in C++.
     const CPP: &'static str;
     /// The dtype of the tensors whose memory it may be; `None` if it is one of several.
@@ -16,7 +16,7 @@ pub(crate) trait Pointee: Copy {
 
 /// Numbers of the type for which a program is compiled, or of another one that its macros name: `void` in C++.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Elements;
+pub struct Elements;
 
 impl Pointee for Elements {
     const CPP: &'static str = "void";
@@ -61,7 +61,7 @@ impl Pointee for u32 {
 /// The address on the device of numbers that kernels read; null by default.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct InputPointer<T> {
+pub struct InputPointer<T> {
     address: u64,
     pointee: PhantomData<T>,
 }
@@ -69,16 +69,18 @@ pub(crate) struct InputPointer<T> {
 /// The address on the device of numbers that kernels write; null by default.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct OutputPointer<T> {
+pub struct OutputPointer<T> {
     address: u64,
     pointee: PhantomData<T>,
 }
 
 impl<T: Pointee> InputPointer<T> {
+    /// Returns the pointer with an address.
     pub fn new(address: u64) -> Self {
         Self { address, pointee: PhantomData }
     }
 
+    /// Returns the address.
     pub fn address(self) -> u64 {
         self.address
     }
@@ -90,10 +92,12 @@ impl<T: Pointee> InputPointer<T> {
 }
 
 impl<T: Pointee> OutputPointer<T> {
+    /// Returns the pointer with an address.
     pub fn new(address: u64) -> Self {
         Self { address, pointee: PhantomData }
     }
 
+    /// Returns the address.
     pub fn address(self) -> u64 {
         self.address
     }
@@ -131,7 +135,7 @@ unsafe impl KernelField for f32 {
 
 kernel_struct! {
     /// The strides in elements of a tensor (B, H, T, D) or (B, T, H, D), whose last dimension is contiguous.
-    pub(crate) struct RowStrides {
+    pub struct RowStrides {
         /// From a sequence to the next one.
         pub sequence: i64,
         /// From a head to the next one.
@@ -144,7 +148,7 @@ kernel_struct! {
 kernel_struct! {
     /// The strides in elements of a tensor that is broadcast to the scores (B, H, T_q, T_kv). A broadcast dimension has
     /// the stride 0.
-    pub(crate) struct ScoreStrides {
+    pub struct ScoreStrides {
         /// From a sequence to the next one.
         pub sequence: i64,
         /// From a head to the next one.

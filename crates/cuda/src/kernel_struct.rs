@@ -6,20 +6,20 @@ use std::hash::{Hash, Hasher};
 ///
 /// # Safety
 /// The type has the size and the alignment of the C++ type.
-pub(crate) unsafe trait KernelField: Copy {
+pub unsafe trait KernelField: Copy {
     /// The type in C++.
     const TYPE: CppType;
 }
 
 /// A struct that [`kernel_struct`] declares.
-pub(crate) trait KernelStruct: KernelField {
+pub trait KernelStruct: KernelField {
     /// The declaration.
     const DEFINITION: StructDefinition;
 }
 
 /// A type in C++.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum CppType {
+pub enum CppType {
     /// A number, by its name.
     Number(&'static str),
     /// A pointer to numbers that kernels only read.
@@ -32,36 +32,47 @@ pub(crate) enum CppType {
 
 /// A field of a struct.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct FieldDefinition {
+pub struct FieldDefinition {
+    /// The lines of the documentation.
     pub docs: &'static [&'static str],
+    /// The name.
     pub name: &'static str,
+    /// The type.
     pub cpp_type: CppType,
 }
 
 /// A number that the kernels are compiled with.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct ConstantDefinition {
+pub struct ConstantDefinition {
+    /// The lines of the documentation.
     pub docs: &'static [&'static str],
+    /// The name.
     pub name: &'static str,
+    /// The value.
     pub value: i64,
 }
 
 /// The declaration of a struct. Two with the same name are the same.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct StructDefinition {
+pub struct StructDefinition {
+    /// The lines of the documentation.
     pub docs: &'static [&'static str],
+    /// The name.
     pub name: &'static str,
+    /// The fields in their order.
     pub fields: &'static [FieldDefinition],
     /// The constants that the struct's header defines besides.
     pub constants: &'static [ConstantDefinition],
+    /// The size.
     pub bytes: usize,
 }
 
 /// A header that is printed from the declaration of a struct.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct StructHeader {
+pub struct StructHeader {
     /// The name by which the kernels include it: that of the struct in lower case, such as `gate_arguments.cuh`.
     pub name: String,
+    /// The text of the header.
     pub text: String,
 }
 
@@ -141,11 +152,12 @@ impl StructDefinition {
 }
 
 impl CppType {
-    fn name(self) -> String {
+    /// Returns the name of the type in C++.
+    pub fn name(self) -> String {
         match self {
             Self::Number(name) => name.into(),
-            Self::Input(pointee) => format!("const {pointee}*"),
-            Self::Output(pointee) => format!("{pointee}*"),
+            Self::Input(pointee) => format!("GLOBAL const {pointee}*"),
+            Self::Output(pointee) => format!("GLOBAL {pointee}*"),
             Self::Struct(definition) => definition.name.into(),
         }
     }
@@ -270,8 +282,8 @@ mod tests {
         let expected = "#pragma once\n#include \"device.cuh\"\n#include \"two_numbers.cuh\"\n\n\
             // The warps of a block.\n#define EXAMPLE_WARPS 4\n\n\
             // The argument of a kernel.\n//\n// It has two sentences.\n\
-            struct ExampleArguments {\n    // (B, T).\n    // May be null.\n    const float* inputs;\n    // Bytes.\n    \
-            u8* codes;\n    // Strides.\n    TwoNumbers strides;\n    // A size.\n    int width;\n    // A factor.\n    \
+            struct ExampleArguments {\n    // (B, T).\n    // May be null.\n    GLOBAL const float* inputs;\n    // Bytes.\n    \
+            GLOBAL u8* codes;\n    // Strides.\n    TwoNumbers strides;\n    // A size.\n    int width;\n    // A factor.\n    \
             float factor;\n};\nstatic_assert(sizeof(ExampleArguments) == 40, \"the size in Rust\");\n";
         assert_eq!(headers[0].text, expected);
         assert_eq!(EXAMPLE_WARPS, 4);

@@ -57,6 +57,21 @@ pub fn device_name(device: &Device) -> Result<String, Unsupported> {
     Ok(device::KernelDevice::of(device)?.name())
 }
 
+/// The parts that the Metal kernels have in common with these: the struct of arguments, its text, the checks of a call,
+/// files of the source, and the machine of the emulator. They are not for users.
+#[doc(hidden)]
+pub mod shared {
+    pub use crate::arguments::{AttentionArguments, SMALL_BLOCK_THREADS};
+    pub use crate::attention::InputAddresses;
+    pub use crate::device::KernelArguments;
+    #[cfg(feature = "emulator")]
+    pub use crate::device::emulator;
+    pub use crate::kernel_pointers::{InputPointer, OutputPointer, Pointee, RowStrides};
+    pub use crate::kernel_struct::{CppType, KernelStruct, StructDefinition, StructHeader};
+    pub use crate::program::Define;
+    pub use crate::source::shared_file;
+}
+
 /// Returns the programs that continuous integration compiles for a device with some limits: the ones that it would run
 /// for the usual head dimensions and each score modifier.
 pub fn ci_programs(limits: &Limits) -> Vec<CiProgram> {

@@ -4,8 +4,10 @@ use crate::kernel_struct::StructDefinition;
 
 /// The value of a macro of the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Define {
+pub struct Define {
+    /// The name of the macro.
     pub name: &'static str,
+    /// Its value.
     pub value: i64,
 }
 

@@ -29,6 +29,7 @@ const FILES: &[SourceFile] = source_files![
     "code_numbers.cuh",
     "codes.cuh",
     "combine.cuh",
+    "combine_rows.cuh",
     "convolution.cu",
     "decode.cuh",
     "delta.cu",
@@ -66,9 +67,11 @@ const FILES: &[SourceFile] = source_files![
     "quantize_rows.cu",
     "rotation.cu",
     "row_elements.cuh",
+    "row_results.cuh",
     "softmax.cuh",
     "specialization.cuh",
     "tf32_products.cuh",
+    "tile_intervals.cuh",
 ];
 
 /// Returns a hash of all files.
@@ -79,6 +82,16 @@ pub(crate) fn hash() -> u128 {
         hash.add_text(file.text);
     }
     hash.value()
+}
+
+/// The files that the Metal kernels share. Their pointers and references have address spaces.
+const SHARED_FILES: &[&str] =
+    &["combine_rows.cuh", "elements.cuh", "masks.cuh", "modifiers.cuh", "row_results.cuh", "specialization.cuh"];
+
+/// Returns the text of a file that the Metal kernels share.
+pub fn shared_file(name: &str) -> Option<&'static str> {
+    let is_shared = SHARED_FILES.contains(&name);
+    FILES.iter().find(|file| is_shared && file.name == name).map(|file| file.text)
 }
 
 /// Returns the text of a file in which the first `#include` of each other file is replaced by its text. The headers of

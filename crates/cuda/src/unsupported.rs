@@ -13,7 +13,7 @@ pub struct Unsupported {
 
 impl Unsupported {
     /// Creates a reason from its sentence, without a full stop.
-    pub(crate) fn new(reason: impl Into<String>) -> Self {
+    pub fn new(reason: impl Into<String>) -> Self {
         Self { reason: reason.into() }
     }
 

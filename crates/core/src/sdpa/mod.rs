@@ -3,6 +3,7 @@
 //! A call is checked ([`call`]), a path is chosen ([`plan`]), and the path computes the requested results
 //! ([`run`]). The reference path ([`reference`]) is the specification; a fused path returns its numbers.
 
+mod bounded_keys;
 mod call;
 mod call_sizes;
 mod cpu;

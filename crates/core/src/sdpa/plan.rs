@@ -10,7 +10,7 @@ use super::cpu;
 use super::cuda::CudaPath;
 use super::dropout::DropoutDraw;
 use super::listed::ListedKernel;
-use super::metal::MetalCall;
+use super::metal::MetalPath;
 use super::options::Backend;
 use crate::mask::FullyMaskedRows;
 use candle_attention_kernels::InstructionSet;
@@ -49,7 +49,7 @@ pub(crate) enum Choice {
     /// A kernel over listed keys.
     Listed(ListedKernel),
     Cuda(Box<CudaPath>),
-    Metal(MetalCall),
+    Metal(MetalPath),
 }
 
 impl Choice {
@@ -95,7 +95,7 @@ impl Choice {
                 _ => Ok(Self::Cpu(instruction_set(call)?)),
             },
             Device::Cuda(_) => CudaPath::plan(call, wanted).map(|cuda_path| Self::Cuda(Box::new(cuda_path))),
-            Device::Metal(_) => MetalCall::plan(call, wanted).map(Self::Metal),
+            Device::Metal(_) => MetalPath::plan(call, wanted).map(Self::Metal),
         })
     }
 
@@ -116,7 +116,7 @@ impl Choice {
             Self::Cuda(cuda_path) => {
                 Plan { scratch_bytes: cuda_path.scratch_bytes(), ..Plan::fused(cuda_path.to_string()) }
             }
-            Self::Metal(metal_call) => Plan::fused(metal_call.to_string()),
+            Self::Metal(metal_path) => Plan::fused(metal_path.to_string()),
         }
     }
 }

@@ -99,9 +99,8 @@ pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Re
             or_reference(&call, fused, || reference::attend(&listed::with_all_keys(call.clone())?, wanted))
         }
         Choice::Cuda(cuda_path) => attend_on_cuda(&call, *cuda_path, wanted, || reference::attend(&call, wanted)),
-        Choice::Metal(metal_call) => {
-            let fused = metal_call.output(&call).map(Attended::from);
-            or_reference(&call, fused, || reference::attend(&call, wanted))
+        Choice::Metal(metal_path) => {
+            or_reference(&call, metal_path.attend(&call, wanted), || reference::attend(&call, wanted))
         }
     }
 }

@@ -11,18 +11,57 @@ use super::checked::CudaAttention;
 use super::checks::{CallSizes, distance_bound};
 use crate::arguments::AttentionArguments;
 use crate::device::Operands;
-use crate::kernel_pointers::{RowStrides, ScoreStrides};
+use crate::kernel_pointers::{InputPointer, Pointee, RowStrides, ScoreStrides};
+use crate::program::Define;
 use crate::specialization::{Alignment, BiasElement, ModifierGradients, Specialization};
 
 /// The bytes that a thread copies at once, at multiples of which rows have to begin.
 const COPY_BYTES: i64 = 16;
 
+/// A list of tensors that launches read, and of their addresses.
+pub trait InputAddresses<'t> {
+    /// Adds a tensor, and returns the address of its first element.
+    ///
+    /// # Errors
+    /// If kernels cannot read it.
+    fn input<T: Pointee>(&mut self, name: &'static str, tensor: &'t Tensor) -> Result<InputPointer<T>>;
+
+    /// Adds a tensor if there is one, and returns its address or null.
+    ///
+    /// # Errors
+    /// As [`input`](Self::input).
+    fn optional_input<T: Pointee>(
+        &mut self,
+        name: &'static str,
+        tensor: Option<&'t Tensor>,
+    ) -> Result<InputPointer<T>> {
+        match tensor {
+            Some(tensor) => self.input(name, tensor),
+            None => Ok(InputPointer::new(0)),
+        }
+    }
+}
+
+impl<'t> InputAddresses<'t> for Operands<'_, 't> {
+    fn input<T: Pointee>(&mut self, name: &'static str, tensor: &'t Tensor) -> Result<InputPointer<T>> {
+        Operands::input(self, name, tensor)
+    }
+}
+
 impl CudaAttention {
+    /// Returns the macros of a forward pass with some arguments, without the macros of a tile.
+    #[doc(hidden)]
+    pub fn forward_defines(&self, arguments: &AttentionArguments) -> Vec<Define> {
+        let alignment = alignment(arguments, &self.call, &self.sizes);
+        self.specialization(&self.sizes, ModifierGradients::default(), alignment).defines()
+    }
+
     /// Returns arguments with everything that does not depend on the pass.
     ///
     /// # Errors
     /// If a tensor is on another device than the queries.
-    pub(super) fn arguments<'t>(&'t self, operands: &mut Operands<'_, 't>) -> Result<AttentionArguments> {
+    #[doc(hidden)]
+    pub fn arguments<'t>(&'t self, operands: &mut impl InputAddresses<'t>) -> Result<AttentionArguments> {
         let AttentionCall { dims: _, q, k, v, kv_scales, pages, keys, scores, output_layout: _ } = &self.call;
         let sizes = &self.sizes;
         let mut arguments = AttentionArguments {
@@ -69,7 +108,7 @@ fn set_sizes(arguments: &mut AttentionArguments, sizes: &CallSizes) {
 /// Sets the lists and the bounds of keys.
 fn set_keys<'t>(
     arguments: &mut AttentionArguments,
-    operands: &mut Operands<'_, 't>,
+    operands: &mut impl InputAddresses<'t>,
     bounded: &'t BoundedKeys<Tensor>,
 ) -> Result<()> {
     let BoundedKeys { packed, first_position, causal, left, right, chunk, starts, lengths, prefixes, intervals } =
@@ -106,7 +145,7 @@ fn set_keys<'t>(
 /// Sets the tensors and the numbers of the score modifiers.
 fn set_scores<'t>(
     arguments: &mut AttentionArguments,
-    operands: &mut Operands<'_, 't>,
+    operands: &mut impl InputAddresses<'t>,
     scores: &'t ScoreModifiers<Tensor>,
     sizes: &CallSizes,
 ) -> Result<()> {

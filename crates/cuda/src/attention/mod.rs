@@ -17,6 +17,7 @@ unsafe impl KernelArguments for AttentionArguments {}
 
 pub(crate) use ci_programs::entries;
 
+pub use arguments::InputAddresses;
 pub use call::{BackwardInputs, CudaCall, ForwardOutput};
 pub use checked::CudaAttention;
 pub use plan::{BackwardKernel, ForwardKernel, is_available};

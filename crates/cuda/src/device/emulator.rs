@@ -13,7 +13,7 @@ use candle_attention_device::{Failure, Fnv};
 use candle_core::{Error, Result, bail};
 use libloading::Library;
 
-use super::launch::{KernelArguments, Launch, launches_of_thread};
+use super::launch::KernelArguments;
 use super::new_device::{SourceFault, fault_of_thread};
 use super::programs::{LoadResult, Programs};
 use crate::kernel_struct::StructHeader;
@@ -22,12 +22,34 @@ use crate::unsupported::Unsupported;
 
 /// Memory that a launch may access.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Region {
+pub struct Region {
+    /// The name in messages.
     pub name: &'static str,
+    /// The address of the first byte.
     pub address: u64,
+    /// The size.
     pub bytes: usize,
     /// Whether kernels may only read it.
     pub is_input: bool,
+}
+
+/// A launch of a kernel of a library.
+#[derive(Debug, Clone, Copy)]
+pub struct EmulatedLaunch<'a> {
+    /// The name of the kernel.
+    pub kernel: &'a str,
+    /// The number of blocks.
+    pub blocks: u64,
+    /// The threads of a block.
+    pub threads: u32,
+    /// The bytes of shared memory of a block.
+    pub shared_bytes: u32,
+    /// The memory that the kernel may access.
+    pub regions: &'a [Region],
+    /// The constants of a library that reads them at run time; else none.
+    pub constants: &'a [i64],
+    /// The order of blocks and threads, of three.
+    pub order: u32,
 }
 
 /// The functions that `emulator/library.cpp` exports.
@@ -36,10 +58,12 @@ struct EmulatorFunctions {
     add_buffer: unsafe extern "C" fn(*const c_void, usize, *const c_char, c_int),
     clear_buffers: unsafe extern "C" fn(),
     error: unsafe extern "C" fn() -> *const c_char,
+    /// The function of a library that reads its constants at run time.
+    set_constants: Option<unsafe extern "C" fn(*const i64)>,
 }
 
 /// The library of a program.
-pub(crate) struct EmulatedProgram {
+pub struct EmulatedProgram {
     functions: EmulatorFunctions,
     /// The functions are in its memory.
     _library: Library,
@@ -96,7 +120,11 @@ pub(super) fn known_failure(program: impl FnOnce() -> Option<Program>) -> Option
 }
 
 impl EmulatedProgram {
-    fn open(path: &Path) -> Result<Self> {
+    /// Loads a library that [`compile`] made.
+    ///
+    /// # Errors
+    /// If it is none.
+    pub fn open(path: &Path) -> Result<Self> {
         // SAFETY: the library was compiled from this package's sources, whose declarations the types repeat; loading it
         // runs no code.
         unsafe {
@@ -106,6 +134,7 @@ impl EmulatedProgram {
                 add_buffer: *library.get(b"emulator_add_buffer\0").map_err(Error::wrap)?,
                 clear_buffers: *library.get(b"emulator_clear_buffers\0").map_err(Error::wrap)?,
                 error: *library.get(b"emulator_error\0").map_err(Error::wrap)?,
+                set_constants: library.get(b"emulator_set_constants\0").ok().map(|symbol| *symbol),
             };
             Ok(Self { functions, _library: library })
         }
@@ -115,30 +144,26 @@ impl EmulatedProgram {
     ///
     /// # Errors
     /// For an access outside of the regions, and for every other fault that the emulator finds.
-    pub fn launch<A: KernelArguments>(
-        &self,
-        launch: &Launch,
-        blocks: u32,
-        regions: &[Region],
-        arguments: &A,
-    ) -> Result<()> {
+    pub fn launch<A: KernelArguments>(&self, launch: &EmulatedLaunch, arguments: &A) -> Result<()> {
         let _machine = MACHINE.lock().unwrap_or_else(PoisonError::into_inner);
-        let EmulatorFunctions { launch: run, add_buffer, clear_buffers, error } = &self.functions;
-        let name = CString::new(launch.kernel).map_err(Error::wrap)?;
-        // The launches of a thread run in each of the three orders in turn.
-        let order = (launches_of_thread() % 3) as u32;
-        let (threads, shared_bytes) = (launch.threads as u32, launch.shared_bytes as u32);
+        let EmulatorFunctions { launch: run, add_buffer, clear_buffers, error, set_constants } = &self.functions;
+        let &EmulatedLaunch { kernel, blocks, threads, shared_bytes, regions, constants, order } = launch;
+        let name = CString::new(kernel).map_err(Error::wrap)?;
         // SAFETY: the regions are memory of operands that the caller keeps locked, the emulator checks every access
-        // against them, and the argument is the struct that the kernel takes.
+        // against them, and the argument is the struct that the kernel takes. The caller has a constant for each that
+        // the library reads.
         unsafe {
+            if let Some(set_constants) = set_constants {
+                set_constants(constants.as_ptr());
+            }
             clear_buffers();
             for region in regions {
                 let region_name = CString::new(region.name).map_err(Error::wrap)?;
                 add_buffer(region.address as *const c_void, region.bytes, region_name.as_ptr(), region.is_input.into());
             }
-            let code = run(name.as_ptr(), blocks.into(), threads, shared_bytes, (&raw const *arguments).cast(), order);
+            let code = run(name.as_ptr(), blocks, threads, shared_bytes, (&raw const *arguments).cast(), order);
             if code != 0 {
-                bail!("[{}] {}", launch.kernel, CStr::from_ptr(error()).to_string_lossy())
+                bail!("[{kernel}] {}", CStr::from_ptr(error()).to_string_lossy())
             }
         }
         Ok(())
@@ -146,7 +171,7 @@ impl EmulatedProgram {
 }
 
 /// Returns the name of the C++ compiler.
-fn compiler() -> String {
+pub fn compiler() -> String {
     env::var("CXX").unwrap_or_else(|_| "c++".into())
 }
 
@@ -154,7 +179,7 @@ fn compiler() -> String {
 ///
 /// # Errors
 /// If it does not.
-pub(super) fn check_compiler() -> std::result::Result<(), Unsupported> {
+pub fn check_compiler() -> std::result::Result<(), Unsupported> {
     static STARTS: OnceLock<bool> = OnceLock::new();
     let starts = || Command::new(compiler()).arg("--version").output().is_ok_and(|output| output.status.success());
     if *STARTS.get_or_init(starts) {
@@ -263,7 +288,10 @@ fn command_of_compiler(kernels: &Path) -> Command {
 }
 
 /// Compiles a file. The result appears as a whole, since other processes may compile the same file.
-fn compile(mut command: Command, source: &Path, to: &Path) -> Result<()> {
+///
+/// # Errors
+/// If it does not compile.
+pub fn compile(mut command: Command, source: &Path, to: &Path) -> Result<()> {
     if let Some(folder) = to.parent() {
         fs::create_dir_all(folder)?;
     }
@@ -279,7 +307,10 @@ fn compile(mut command: Command, source: &Path, to: &Path) -> Result<()> {
 }
 
 /// Adds the texts of the files in a folder to a hash.
-fn hash_files(folder: &Path, hash: &mut Fnv) -> Result<()> {
+///
+/// # Errors
+/// If one cannot be read.
+pub fn hash_files(folder: &Path, hash: &mut Fnv) -> Result<()> {
     let mut paths =
         fs::read_dir(folder)?.map(|entry| entry.map(|entry| entry.path())).collect::<std::io::Result<Vec<_>>>()?;
     paths.sort();
@@ -292,6 +323,6 @@ fn hash_files(folder: &Path, hash: &mut Fnv) -> Result<()> {
 }
 
 /// Returns the folder for what is built.
-fn target_folder(package: &Path) -> PathBuf {
+pub fn target_folder(package: &Path) -> PathBuf {
     env::var_os("CARGO_TARGET_DIR").map_or_else(|| package.join("../../target"), PathBuf::from)
 }

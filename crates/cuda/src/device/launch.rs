@@ -14,7 +14,7 @@ const MOST_BLOCKS: usize = i32::MAX as usize;
 /// # Safety
 /// In every launch, the addresses are null or come from the operands of the launch, and sizes and strides stay within
 /// the memory there.
-pub(crate) unsafe trait KernelArguments: KernelStruct {}
+pub unsafe trait KernelArguments: KernelStruct {}
 
 /// The shape of a launch.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,7 +6,7 @@ mod checks;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(feature = "emulator")]
-mod emulator;
+pub mod emulator;
 mod launch;
 #[cfg(feature = "emulator")]
 mod new_device;
@@ -23,8 +23,9 @@ pub(crate) use buffer::DeviceBuffer;
 pub use checks::{DeviceChecks, kernels_version};
 #[cfg(feature = "emulator")]
 pub use emulator::without_programs;
+pub use launch::KernelArguments;
 pub use launch::launches_of_thread;
-pub(crate) use launch::{Grid, KernelArguments, Launch};
+pub(crate) use launch::{Grid, Launch};
 #[cfg(feature = "emulator")]
 pub use new_device::{NewDevice, SourceFault, on_new_device};
 pub(crate) use operands::{Operands, TensorLocks};

@@ -4,6 +4,10 @@ use std::cell::OnceCell;
 
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, StorageRef, Tensor, bail};
 
+#[cfg(feature = "emulator")]
+use super::emulator::{EmulatedLaunch, Region};
+#[cfg(feature = "emulator")]
+use super::launch::launches_of_thread;
 use super::launch::{KernelArguments, Launch, count_launch};
 use super::{DeviceBuffer, KernelDevice, LoadedProgram};
 use crate::kernel_pointers::{InputPointer, OutputPointer, Pointee};
@@ -43,7 +47,7 @@ pub(crate) struct Operands<'a, 't> {
     #[cfg(feature = "cuda")]
     uses: Vec<super::cuda::Use<'a>>,
     #[cfg(feature = "emulator")]
-    regions: Vec<super::emulator::Region>,
+    regions: Vec<Region>,
 }
 
 impl<'a, 't> Operands<'a, 't> {
@@ -138,7 +142,7 @@ impl<'a, 't> Operands<'a, 't> {
     /// Adds memory of the CPU, which kernels may only read if it is an input, and returns its address.
     fn add_region(&mut self, name: &'static str, memory: CpuMemory, is_input: bool) -> u64 {
         #[cfg(feature = "emulator")]
-        self.regions.push(super::emulator::Region { name, address: memory.address, bytes: memory.bytes, is_input });
+        self.regions.push(Region { name, address: memory.address, bytes: memory.bytes, is_input });
         #[cfg(not(feature = "emulator"))]
         log::trace!("{name} has {} bytes; an input: {is_input}", memory.bytes);
         memory.address
@@ -157,7 +161,17 @@ impl<'a, 't> Operands<'a, 't> {
         match (self.device, program) {
             #[cfg(feature = "emulator")]
             (KernelDevice::Emulator, LoadedProgram::Emulator(program)) => {
-                program.launch(launch, blocks, &self.regions, arguments)
+                let emulated = EmulatedLaunch {
+                    kernel: launch.kernel,
+                    blocks: blocks.into(),
+                    threads: launch.threads as u32,
+                    shared_bytes: launch.shared_bytes as u32,
+                    regions: &self.regions,
+                    constants: &[],
+                    // The launches of a thread run in each of the three orders in turn.
+                    order: (launches_of_thread() % 3) as u32,
+                };
+                program.launch(&emulated, arguments)
             }
             #[cfg(feature = "cuda")]
             (KernelDevice::Cuda(runner), LoadedProgram::Cuda(program)) => {

@@ -3,7 +3,6 @@
 //! Nothing here waits for the device or reads from it. Tests run the kernels on tensors of the CPU, by the emulator of
 //! the package `candle-attention-cuda`.
 
-mod bounded_keys;
 mod first_use;
 mod graph;
 mod pages;
@@ -16,6 +15,7 @@ use candle_attention_call::{AttentionDims as Dims, Dropout, DropoutMask, Request
 use candle_attention_cuda::{CudaAttention, ForwardKernel};
 use candle_core::{DType, Device, Result, Tensor};
 
+use super::bounded_keys::bounded_keys;
 use super::call::{Call, swapped_for};
 use super::dropout::{DropoutDraw, DropoutSource};
 use super::first_line;
@@ -72,7 +72,7 @@ impl CudaPath {
         if [b, t_q, t_kv, d_v].contains(&0) {
             return Err("there are no scores, for which the CUDA kernels do not run".into());
         }
-        let keys = bounded_keys::bounded_keys(call).map_err(|error| first_line(&error))?;
+        let keys = bounded_keys(call).map_err(|error| first_line(&error))?;
         let mut cuda_call = prepared(call, keys, dropout).map_err(|error| first_line(&error))?;
         if let Some(sequences) = &call.attention.keys.pages {
             cuda_call.pages = Some(pages::on_device(sequences, &call.attention.k).map_err(|error| first_line(&error))?);

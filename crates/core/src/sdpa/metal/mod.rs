@@ -1,10 +1,12 @@
-//! The calls that `candle_nn::ops::sdpa` supports on Metal. Every other call runs on the reference path there.
+//! The calls that `candle_nn::ops::sdpa` supports on Metal. Other calls run on the kernels of `candle-attention-metal`
+//! ([`kernels`]) or on the reference path.
 //!
 //! The limits were read from the sources of Candle 0.11 (`candle-nn/src/ops.rs`,
 //! `candle-metal-kernels/src/kernels/sdpa.rs` and its Metal source). For one query the operation ignores mask tensors;
 //! for several, a bias is multiplied by log2 e, and fully masked rows are NaN (issues 3690 and 3388 of
 //! huggingface/candle).
 
+mod kernels;
 #[cfg(test)]
 mod tests;
 
@@ -19,6 +21,10 @@ use super::first_line;
 use super::options::SdpaOptions;
 use super::reference;
 use crate::mask::AttentionMask;
+
+#[cfg(test)]
+pub(crate) use kernels::MetalKernelCall;
+pub(crate) use kernels::MetalPath;
 
 /// The name of the operation, for plans and errors.
 const NAME: &str = "candle_nn::ops::sdpa";

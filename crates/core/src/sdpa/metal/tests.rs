@@ -1,9 +1,10 @@
 //! The calls that the operation supports and refuses. Supported calls have the reference path's numbers, computed by a
 //! stand-in made of Candle's own operations.
 
-use candle_core::Device;
+use candle_core::{Device, Var};
 
 use super::*;
+use crate::sdpa::emulator_runs;
 use crate::sdpa::options::OutputLayout;
 use crate::sdpa::packed::PackedSequences;
 
@@ -98,6 +99,36 @@ fn metal_refuses_calls_beyond_its_limits() -> Result<()> {
     let call = Call::new("test", Qkv { q: &q, k: &kv, v: &kv }, Some(&sequences), &none, &options)?;
     let packed = MetalCall::plan(&call, RequestedResults::default());
     assert_eq!(packed.expect_err("refused"), "candle_nn::ops::sdpa has no packed sequences");
+    Ok(())
+}
+
+/// Returns the plan of a call on Metal, or the reason why the reference path runs it.
+fn path(qkv: &[Tensor; 3], mask: &AttentionMask, options: &SdpaOptions) -> Result<String> {
+    let planned = MetalPath::plan(&call_of(qkv, mask, options)?, RequestedResults::default());
+    Ok(planned.map_or_else(|reason| reason, |path| path.to_string()))
+}
+
+#[test]
+fn metal_path_is_the_operation_then_the_kernel_and_otherwise_has_both_reasons() -> Result<()> {
+    if !emulator_runs() {
+        return Ok(());
+    }
+    let (none, window, plain) = (AttentionMask::none(), AttentionMask::causal().with_window(4), SdpaOptions::default);
+    let usual = shaped([2, 4, 9, 64], [2, 2, 9, 64], DType::F16)?;
+    assert_eq!(path(&usual, &none, &plain())?, "candle_nn::ops::sdpa");
+    assert_eq!(path(&usual, &window, &plain())?, "the Metal forward kernel");
+    assert_eq!(path(&usual, &none, &plain().with_softcap(30.0))?, "the Metal forward kernel");
+    let dropped = path(&usual, &none, &plain().with_dropout(0.5, true))?;
+    assert_eq!(dropped, "candle_nn::ops::sdpa has no dropout, and the Metal kernels have no dropout");
+    let variable = Var::zeros((2, 4, 9, 64), DType::F16, &Device::Cpu)?;
+    let tracked = [variable.as_tensor().clone(), usual[1].clone(), usual[2].clone()];
+    let expected = "candle_nn::ops::sdpa has no gradients, and an input is tracked for them, and the Metal kernels have \
+                    no gradients";
+    assert_eq!(path(&tracked, &none, &plain())?, expected);
+    let few = shaped([2, 4, 2, 64], [2, 2, 600, 64], DType::F16)?;
+    assert_eq!(path(&few, &window, &plain())?, "the Metal decode kernel with the keys in 4 parts");
+    let wide = shaped([2, 4, 9, 300], [2, 2, 9, 300], DType::F16)?;
+    assert!(path(&wide, &none, &plain())?.ends_with("the head dimensions are 300 and 300, expected at most 256"));
     Ok(())
 }
 

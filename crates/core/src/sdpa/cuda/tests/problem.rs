@@ -1,4 +1,4 @@
-//! A call with its inputs, and the comparison of its results on the emulator with the results of other paths.
+//! A call with its inputs, and the comparison of its results on the emulators with the results of other paths.
 
 use candle_attention_call::RequestedResults;
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use crate::mask::AttentionMask;
 use crate::sdpa::call::{Call, Qkv};
 use crate::sdpa::cuda::CudaPath;
+use crate::sdpa::metal::MetalKernelCall;
 use crate::sdpa::options::{Backend, SdpaOptions};
 use crate::sdpa::packed::PackedSequences;
 use crate::sdpa::run::run;
@@ -134,7 +135,7 @@ impl Problem {
     }
 
     /// Checks the output, the log-sum-exp and all gradients against the reference path in f64, and the output against
-    /// the CPU kernel. `seed` draws the inputs.
+    /// the CPU kernel. Checks the output and the log-sum-exp of the Metal kernels too. `seed` draws the inputs.
     pub fn check(&self, seed: u64) -> Result<()> {
         let variables = self.draw(seed)?;
         let found = self.results(&variables, seed, Path::Emulator)?;
@@ -145,11 +146,15 @@ impl Problem {
         }
         let on_cpu = self.results(&variables, seed, Path::Cpu)?;
         self.assert_close(&found[0], &on_cpu[0], Path::Cpu);
+        for (own, expected) in self.results_on_metal(&variables)?.iter().zip(&exact) {
+            self.assert_close(own, expected, Path::Reference);
+        }
         Ok(())
     }
 
     fn assert_close(&self, found: &Named, expected: &Named, path: Path) {
-        assert_eq!((found.name, found.numbers.len()), (expected.name, expected.numbers.len()));
+        assert!(found.name.starts_with(expected.name), "{} {}", found.name, expected.name);
+        assert_eq!(found.numbers.len(), expected.numbers.len(), "{}", found.name);
         let finite = expected.numbers.iter().filter(|number| number.is_finite());
         let largest = finite.fold(0.1, |largest: f64, number| largest.max(number.abs()));
         for (index, (own, wanted)) in found.numbers.iter().zip(&expected.numbers).enumerate() {
@@ -242,6 +247,26 @@ impl Problem {
         for (name, variable) in variables.named() {
             let Some(gradient) = gradients.get(variable) else { panic!("{name} has no gradient on {path:?}") };
             results.push(Named::new(name, gradient)?);
+        }
+        Ok(results)
+    }
+
+    /// Returns the output of the Metal kernels, and the log-sum-exp if it is requested; nothing if weights are
+    /// dropped.
+    fn results_on_metal(&self, variables: &Variables) -> Result<Vec<Named>> {
+        let mut call = self.call(variables, Path::Emulator)?;
+        if call.dropout.is_some() {
+            return Ok(Vec::new());
+        }
+        // The kernels have no gradients.
+        let keys = call.attention.keys.clone();
+        call.attention = call.attention.map(keys, |_, tensor| Ok::<_, candle_core::Error>(tensor.detach()))?;
+        let wanted = RequestedResults { log_sum_exp: self.with_lse, ..RequestedResults::default() };
+        let kernel = MetalKernelCall::plan(&call, wanted).map_err(candle_core::Error::msg)?;
+        let attended = kernel.attend(wanted)?;
+        let mut results = vec![Named::new("output of Metal", &attended.output)?];
+        if let Some(lse) = &attended.log_sum_exp {
+            results.push(Named::new("log-sum-exp of Metal", lse)?);
         }
         Ok(results)
     }

@@ -4,8 +4,8 @@
 use candle_attention_call::{BoundedKeys, FirstPosition, Intervals, PackedLengths};
 use candle_core::{Device, Result, Tensor, bail};
 
-use super::super::call::Call;
-use super::super::packed::PackedSequences;
+use super::call::Call;
+use super::packed::PackedSequences;
 use crate::mask::{KeyBounds, PackedRows, RowRanges};
 use candle_attention_modules::base::uploaded;
 
@@ -116,7 +116,7 @@ fn first_position(positions: Vec<i32>, device: &Device) -> Result<FirstPosition<
 fn entry(count: usize) -> Result<i32> {
     match i32::try_from(count) {
         Ok(number) => Ok(number),
-        Err(_) => bail!("the CUDA kernels count in 32 bits, and the call has {count} queries or keys"),
+        Err(_) => bail!("the kernels of a GPU count in 32 bits, and the call has {count} queries or keys"),
     }
 }
 
@@ -124,6 +124,6 @@ fn entry(count: usize) -> Result<i32> {
 fn position(number: i64) -> Result<i32> {
     match i32::try_from(number) {
         Ok(small) if small.unsigned_abs() <= 1 << 30 => Ok(small),
-        _ => bail!("the CUDA kernels count in 32 bits, and a query has the position {number}"),
+        _ => bail!("the kernels of a GPU count in 32 bits, and a query has the position {number}"),
     }
 }

@@ -1,0 +1,97 @@
+//! The way of a call to Metal: Candle's operation where it is right, and a kernel of this crate otherwise.
+
+use std::fmt;
+
+use candle_attention_call::{AttentionDims as Dims, RequestedResults};
+use candle_attention_metal::{MetalAttention, MetalKernel, is_available};
+use candle_core::{Result, Tensor};
+
+use super::MetalCall;
+use crate::sdpa::bounded_keys::bounded_keys;
+use crate::sdpa::call::{Call, swapped_for};
+use crate::sdpa::first_line;
+use crate::sdpa::prepared::prepared;
+use crate::sdpa::results::Attended;
+
+/// A call on Metal with what runs it.
+pub(crate) enum MetalPath {
+    /// Candle's operation.
+    Operation(MetalCall),
+    /// A kernel of this crate.
+    Kernel(Box<MetalKernelCall>),
+}
+
+impl fmt::Display for MetalPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Operation(call) => write!(f, "{call}"),
+            Self::Kernel(call) => write!(f, "{}", call.kernel),
+        }
+    }
+}
+
+impl MetalPath {
+    /// Returns what runs a call, or the reasons why nothing but the reference path does.
+    pub fn plan(call: &Call, wanted: RequestedResults) -> std::result::Result<Self, String> {
+        let of_operation = match MetalCall::plan(call, wanted) {
+            Ok(operation) => return Ok(Self::Operation(operation)),
+            Err(reason) => reason,
+        };
+        match MetalKernelCall::plan(call, wanted) {
+            Ok(kernel) => Ok(Self::Kernel(Box::new(kernel))),
+            Err(reason) => Err(format!("{of_operation}, and {reason}")),
+        }
+    }
+
+    /// Returns the requested results.
+    pub fn attend(&self, call: &Call, wanted: RequestedResults) -> Result<Attended> {
+        match self {
+            Self::Operation(operation) => operation.output(call).map(Attended::from),
+            Self::Kernel(kernel) => kernel.attend(wanted),
+        }
+    }
+}
+
+/// A call that a kernel of this crate supports, in the form that it reads.
+pub(crate) struct MetalKernelCall {
+    attention: MetalAttention,
+    kernel: MetalKernel,
+}
+
+impl MetalKernelCall {
+    /// Returns the call for the kernels, or the reason why they do not support it.
+    pub fn plan(call: &Call, wanted: RequestedResults) -> std::result::Result<Self, String> {
+        if wanted.weights {
+            return Err("the Metal kernels do not return attention weights".into());
+        }
+        if wanted.statistics.is_some() {
+            return Err("the Metal kernels do not compute statistics of weights".into());
+        }
+        if call.tracks_gradients() {
+            return Err("the Metal kernels have no gradients".into());
+        }
+        if call.dropout.is_some() {
+            return Err("the Metal kernels have no dropout".into());
+        }
+        if call.attention.keys.pages.is_some() {
+            return Err("the Metal kernels read no pages".into());
+        }
+        let Dims { b, t_q, t_kv, d_v, .. } = call.attention.dims;
+        if [b, t_q, t_kv, d_v].contains(&0) {
+            return Err("there are no scores, for which the Metal kernels do not run".into());
+        }
+        is_available(call.attention.q.device()).map_err(|reason| reason.to_string())?;
+        let keys = bounded_keys(call).map_err(|error| first_line(&error))?;
+        let prepared = prepared(call, keys, None).map_err(|error| first_line(&error))?;
+        let attention = MetalAttention::new(prepared).map_err(|reason| reason.to_string())?;
+        let kernel = attention.plan().map_err(|reason| reason.to_string())?;
+        Ok(Self { attention, kernel })
+    }
+
+    /// Returns the requested results.
+    pub fn attend(&self, wanted: RequestedResults) -> Result<Attended> {
+        let results = self.attention.forward(wanted)?;
+        let output: Tensor = swapped_for(self.attention.call().output_layout, results.output)?;
+        Ok(Attended { log_sum_exp: results.log_sum_exp, ..Attended::from(output) })
+    }
+}

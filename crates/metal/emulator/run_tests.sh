@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Tests the Metal kernels on the emulator against loops in f64, with a C++ compiler (CXX, by default g++) and cargo. The
+# cases and the loops test the CUDA kernels too.
+#
+#   run_tests.sh            every element type, head dimension and score modifier: some minutes
+#   run_tests.sh --quick    a few that use each of them
+#   run_tests.sh -DHEAD..   the specialisations whose macros contain the words
+#
+# JOBS processes run at a time, by default one for each processor. Programs are kept in the target folder.
+set -u
+here="$(cd "$(dirname "$0")" && pwd)"
+programs="${CARGO_TARGET_DIR:-$here/../../../target}/emulator"
+source="$programs/metal"
+mkdir -p "$programs"
+programs_of() { cargo run --quiet --manifest-path "$here/../Cargo.toml" --example programs -- "$@"; }
+programs_of source "$source" || exit 1
+
+quick='
+-DELEMENT=0 -DHEAD_DIM=32
+-DELEMENT=2 -DHEAD_DIM=21 -DVALUE_DIM=30 -DALIGNED_ROWS=0 -DHAS_SOFTCAP=1 -DHAS_ALIBI=1
+-DELEMENT=1 -DHEAD_DIM=16 -DVALUE_DIM=32 -DHAS_BIAS=2 -DHAS_BOOLEAN_MASK=1 -DHAS_RELATIVE_BIAS=1
+'
+
+all='
+-DELEMENT=0 -DHEAD_DIM=64
+-DELEMENT=1 -DHEAD_DIM=64
+-DELEMENT=2 -DHEAD_DIM=64
+-DELEMENT=0 -DHEAD_DIM=80 -DVALUE_DIM=48
+-DELEMENT=1 -DHEAD_DIM=96
+-DELEMENT=0 -DHEAD_DIM=128
+-DELEMENT=1 -DHEAD_DIM=128 -DALIGNED_ROWS=0
+-DELEMENT=2 -DHEAD_DIM=128
+-DELEMENT=1 -DHEAD_DIM=192 -DVALUE_DIM=128
+-DELEMENT=0 -DHEAD_DIM=256
+-DELEMENT=2 -DHEAD_DIM=256
+-DELEMENT=0 -DHEAD_DIM=75 -DVALUE_DIM=33 -DALIGNED_ROWS=0
+-DELEMENT=2 -DHEAD_DIM=64 -DMODIFIES_SCORES=1
+-DELEMENT=1 -DHEAD_DIM=64 -DMODIFIES_SCORES=1
+-DELEMENT=0 -DHEAD_DIM=64 -DHAS_SOFTCAP=1
+-DELEMENT=0 -DHEAD_DIM=64 -DHAS_ALIBI=1
+-DELEMENT=0 -DHEAD_DIM=64 -DHAS_RELATIVE_BIAS=1
+-DELEMENT=0 -DHEAD_DIM=64 -DHAS_BIAS=1
+-DELEMENT=0 -DHEAD_DIM=64 -DHAS_BIAS=2
+-DELEMENT=1 -DHEAD_DIM=64 -DHAS_BOOLEAN_MASK=1
+-DELEMENT=2 -DHEAD_DIM=32 -DHAS_SOFTCAP=1 -DHAS_BIAS=2 -DHAS_BOOLEAN_MASK=1 -DHAS_ALIBI=1 -DHAS_RELATIVE_BIAS=1
+-DELEMENT=1 -DHEAD_DIM=128 -DHAS_SOFTCAP=1 -DHAS_BIAS=1 -DHAS_BOOLEAN_MASK=1 -DHAS_ALIBI=1 -DHAS_RELATIVE_BIAS=1
+'
+
+# Compiles and runs one specialisation. The argument is its name, then `|`, then all macros.
+test_one() {
+    local name="${1%%|*}" macros="${1#*|}" program
+    program="$programs/metal_tests_$(md5sum <<<"$macros" | cut -c1-16)"
+    # The folder of the Metal kernels comes first: it has the file attention.cu that the tests include.
+    if ! "${CXX:-g++}" -std=c++17 -O1 -w -fno-strict-aliasing -DEMULATOR -I"$here" -I"$source" \
+        -I"$here/../../cuda/emulator" $macros "$here/../../cuda/emulator/attention_tests.cpp" -o "$program"; then
+        echo "$name: does not compile"
+        return 1
+    fi
+    local output status=0
+    output="$("$program" 2>&1)" || status=1
+    echo "$name: $(tail -1 <<<"$output")"
+    grep -E 'FAIL |FAULT' <<<"$output"
+    return $status
+}
+export -f test_one
+export here programs source
+
+# Adds to each line on standard input all macros that follow from it.
+complete() {
+    local names
+    names="$(grep -v '^$')"
+    paste -d'|' <(echo "$names") <(programs_of options <<<"$names")
+}
+
+case "${1:-}" in
+    --quick) list="$(complete <<<"$quick")" ;;
+    "") list="$(complete <<<"$quick$all")" ;;
+    *) list="$(grep -F -e "$1" <<<"$quick$all" | complete)" ;;
+esac
+grep -v '^$' <<<"$list" | xargs -d '\n' -P "${JOBS:-$(nproc)}" -I{} bash -c 'test_one "$1"' _ {}
+status=$?
+((status == 0)) && echo "all specialisations passed" || echo "a specialisation FAILED"
+exit $status

@@ -1,0 +1,287 @@
+// The forward pass: output (B, H, T_q, D_v) and log-sum-exp (B, H, T_q) from queries, keys and values.
+//
+// A threadgroup has FORWARD_QUERIES queries of a head, 8 for each simdgroup, and goes through the keys that any of them
+// attends to in tiles of FORWARD_KEYS. Keys and values of a tile take turns in the same threadgroup memory. Products,
+// weights and the output stay in registers (FlashAttention-2). All products are of f32.
+#pragma once
+#include "specialization.cuh"
+#include "device.cuh"
+#include "attention_arguments.cuh"
+#include "attention_buffers.metal"
+#include "elements.cuh"
+#include "masks.cuh"
+#include "modifiers.cuh"
+#include "row_results.cuh"
+#include "tiles.metal"
+
+// Fragments of the keys of a tile.
+#define FORWARD_KEY_FRAGMENTS (FORWARD_KEYS / 8)
+// Values are divided by this where their sum may exceed f32.
+#define VALUE_GROWTH 4294967296.0f
+
+// The part of a call that a thread computes: two neighbours of a row in each fragment.
+struct ForwardThread {
+    int index;        // in the threadgroup
+    int row;          // of a fragment
+    int column;       // of a fragment
+    int first_fragment; // of a tile of keys that the simdgroup computes
+    int head;
+    int query;        // of its row, which may be behind the last one
+    bool is_query;    // whether it is not
+    int first;        // the keys [first, end) that its query attends to
+    int end;
+    TileInterval keys; // of the simdgroup
+    int first_key;     // the keys [first_key, end_key) of the threadgroup
+    int end_key;
+    GLOBAL const char* queries; // the row of its query
+    TileRows key_rows;
+    TileRows value_rows;
+    ScoreModifiers modifiers;
+};
+
+// The two elements of a fragment of the queries; zeros behind the last column and the last query.
+DEVICE float2 load_query_pair(const LOCAL ForwardThread& own, int column) {
+    float2 pair;
+    pair.x = pair.y = 0;
+    if (own.is_query && column < HEAD_DIM) pair.x = load_element(own.queries, column);
+    if (own.is_query && column + 1 < HEAD_DIM) pair.y = load_element(own.queries, column + 1);
+    return pair;
+}
+
+// Multiplies the queries of the simdgroup and a tile of keys.
+DEVICE void multiply_keys(const LOCAL ForwardThread& own, const LOCAL float2* queries, SHARED(Element) tile,
+                          int fragments, LOCAL float2* scores) {
+    UNROLL for (int c = 0; c < fragments; c++) scores[c].x = scores[c].y = 0;
+    UNROLL for (int d = 0; d < HEAD_COLUMNS / 8; d++) {
+        float2 query;
+        if (FORWARD_QUERIES_IN_REGISTERS) query = queries[d];
+        else query = load_query_pair(own, 8 * d + own.column);
+        UNROLL for (int c = 0; c < fragments; c++) {
+            const int key = 8 * (own.first_fragment + c) + own.column;
+            const float2 keys = load_column_pair(tile + (key * FORWARD_KEY_PITCH + 8 * d + own.row), FORWARD_KEY_PITCH);
+            multiply_add(scores[c], query, keys);
+        }
+    }
+}
+
+// The score of a product, or -inf for a key that the query does not attend to.
+DEVICE float masked_score(const LOCAL AttentionArguments& arguments, const LOCAL ForwardThread& own, float product,
+                          int key) {
+    if (key < own.first || key >= own.end) return NEGATIVE_INFINITY;
+    if (HAS_BOOLEAN_MASK && !load_boolean_mask(arguments, own.modifiers, own.query, key)) return NEGATIVE_INFINITY;
+    if (!MODIFIES_SCORES) return product;
+    float derivative;
+    const float score = modify_score(own.modifiers, product, own.query, key, derivative);
+    if (!HAS_BIAS) return score;
+    return fused_multiply_add(load_bias(arguments, own.modifiers, own.query, key), SCORE_UNIT, score);
+}
+
+// The maximum of a row's scores so far, and this thread's part of the sum of exp(score - maximum).
+struct RowState {
+    float maximum;
+    float sum;
+};
+
+// Raises the maximum by the scores of a tile of keys, and replaces the scores by weights.
+DEVICE void update_softmax(LOCAL RowState& state, int fragments, LOCAL float2* scores, LOCAL float2* output,
+                           float scale) {
+    float top = state.maximum;
+    UNROLL for (int c = 0; c < fragments; c++) top = larger(top, larger(scores[c].x, scores[c].y));
+    top = row_max(top);
+    const float reference = top == NEGATIVE_INFINITY ? 0.0f : top, scaled = reference * scale;
+    const float shrink = exp2_approximate((state.maximum - reference) * scale);
+    state.maximum = top;
+    state.sum *= shrink;
+    UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++) output[d].x *= shrink, output[d].y *= shrink;
+    UNROLL for (int c = 0; c < fragments; c++) {
+        scores[c].x = weight_of(scores[c].x, reference, scaled, scale);
+        scores[c].y = weight_of(scores[c].y, reference, scaled, scale);
+        state.sum += scores[c].x + scores[c].y;
+    }
+}
+
+// A value that is added later if it is not finite, and is smaller until then, where sums may exceed f32.
+DEVICE float careful_value(float value) { return is_finite(value) ? value * (1.0f / VALUE_GROWTH) : 0.0f; }
+
+// Adds the products of weights and a tile of values to the output.
+DEVICE void multiply_values(const LOCAL ForwardThread& own, int fragments, const LOCAL float2* weights,
+                            SHARED(Element) tile, bool is_careful, LOCAL float2* output) {
+    UNROLL for (int c = 0; c < fragments; c++) {
+        const int key = 8 * (own.first_fragment + c) + own.row;
+        UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++) {
+            float2 values = load_pair(tile + (key * FORWARD_VALUE_PITCH + 8 * d + own.column));
+            if (is_careful) values.x = careful_value(values.x), values.y = careful_value(values.y);
+            multiply_add(output[d], weights[c], values);
+        }
+    }
+}
+
+// Attends to all keys of the threadgroup: the simdgroup computes some fragments of each tile.
+DEVICE void attend_to_keys(const LOCAL AttentionArguments& arguments, const LOCAL ForwardThread& own, int fragments,
+                           const LOCAL float2* queries, SHARED(Element) tile, float scale, bool is_careful,
+                           LOCAL RowState& state, LOCAL float2* output) {
+    state.maximum = NEGATIVE_INFINITY, state.sum = 0;
+    UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++) output[d].x = output[d].y = 0;
+    float2 scores[FORWARD_KEY_FRAGMENTS];
+    for (int key = own.first_key / FORWARD_KEYS * FORWARD_KEYS; key < own.end_key; key += FORWARD_KEYS) {
+        const int first = key + 8 * own.first_fragment;
+        const bool is_attended = own.first_fragment < FORWARD_KEY_FRAGMENTS && first < own.keys.end &&
+                                 first + 8 * fragments > own.keys.first;
+        block_barrier();
+        load_tile(tile, own.key_rows, key, own.first_key, own.end_key, own.index);
+        block_barrier();
+        if (is_attended) {
+            multiply_keys(own, queries, tile, fragments, scores);
+            if (MODIFIES_SCORES || HAS_BOOLEAN_MASK || own.keys.masks(first, 8 * fragments)) {
+                UNROLL for (int c = 0; c < fragments; c++) {
+                    const int column = first + 8 * c + own.column;
+                    scores[c].x = masked_score(arguments, own, scores[c].x, column);
+                    scores[c].y = masked_score(arguments, own, scores[c].y, column + 1);
+                }
+            }
+            update_softmax(state, fragments, scores, output, scale);
+        }
+        block_barrier();
+        load_tile(tile, own.value_rows, key, own.first_key, own.end_key, own.index);
+        block_barrier();
+        if (is_attended) multiply_values(own, fragments, scores, tile, is_careful, output);
+    }
+}
+
+// Adds values that are not finite to the queries that attend to them.
+DEVICE void add_special_values(const LOCAL AttentionArguments& arguments, const LOCAL ForwardThread& own,
+                               LOCAL float2* output) {
+    const int end = smaller(own.end, own.end_key);
+    for (int key = larger(own.first, own.first_key); key < end; key++) {
+        if (HAS_BOOLEAN_MASK && !load_boolean_mask(arguments, own.modifiers, own.query, key)) continue;
+        GLOBAL const char* row = own.value_rows.first + key * own.value_rows.row_bytes;
+        UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++) {
+            const int column = 8 * d + own.column;
+            const float x = column < VALUE_DIM ? load_element(row, column) : 0.0f;
+            const float y = column + 1 < VALUE_DIM ? load_element(row, column + 1) : 0.0f;
+            if (!is_finite(x)) output[d].x += x;
+            if (!is_finite(y)) output[d].y += y;
+        }
+    }
+}
+
+// Whether a thread of the threadgroup has the answer true, in every thread.
+DEVICE bool any_in_block(SHARED(u32) answers, int thread_index, bool answer) {
+    const bool in_simdgroup = any_in_warp(answer);
+    block_barrier();
+    if (thread_index % 32 == 0) store_shared(answers + thread_index / 32, (u32)in_simdgroup);
+    block_barrier();
+    u32 any = 0;
+    UNROLL for (int n = 0; n < FORWARD_WARPS; n++) any |= load_shared(answers + n);
+    return any != 0;
+}
+
+// Finds the keys of the simdgroup and of the threadgroup.
+DEVICE void join_intervals(LOCAL ForwardThread& own, SHARED(int) intervals) {
+    own.keys.first = 0x7fffffff, own.keys.end = 0, own.keys.common_first = 0, own.keys.common_end = 0x7fffffff;
+    if (own.is_query) {
+        if (own.first < own.end) own.keys.first = own.first, own.keys.end = own.end;
+        own.keys.common_first = own.first, own.keys.common_end = own.end;
+    }
+    join_in_warp(own.keys);
+    if (own.index % 32 == 0) {
+        store_shared(intervals + own.index / 16, own.keys.first);
+        store_shared(intervals + (own.index / 16 + 1), own.keys.end);
+    }
+    block_barrier();
+    own.first_key = 0x7fffffff, own.end_key = 0;
+    UNROLL for (int n = 0; n < FORWARD_WARPS; n++) {
+        own.first_key = smaller(own.first_key, load_shared(intervals + 2 * n));
+        own.end_key = larger(own.end_key, load_shared(intervals + (2 * n + 1)));
+    }
+    if (own.first_key >= own.end_key) own.first_key = own.end_key = 0;
+}
+
+DEVICE TileRows rows_of_head(GLOBAL const void* tensor, const LOCAL RowStrides& strides, const LOCAL Sequence& sequence,
+                             int key_head) {
+    TileRows rows;
+    rows.first = row_address(tensor, strides, sequence.batch, key_head, sequence.first_key, ELEMENT_BYTES);
+    rows.row_bytes = strides.row * ELEMENT_BYTES;
+    return rows;
+}
+
+// Finds the keys and the rows of a thread whose head and query are known.
+DEVICE void find_rows(LOCAL ForwardThread& own, const LOCAL AttentionArguments& arguments,
+                      const LOCAL Sequence& sequence, int sequence_index, int key_head) {
+    own.first = own.end = 0;
+    if (own.is_query) attended_keys(arguments, sequence, sequence_index, own.query, own.first, own.end);
+    own.queries = row_address(arguments.queries, arguments.query_strides, sequence.batch, own.head,
+                              sequence.first_query + own.query, ELEMENT_BYTES);
+    own.key_rows = rows_of_head(arguments.keys, arguments.key_strides, sequence, key_head);
+    own.key_rows.width = HEAD_DIM, own.key_rows.columns = HEAD_COLUMNS, own.key_rows.pitch = FORWARD_KEY_PITCH;
+    own.value_rows = rows_of_head(arguments.values, arguments.value_strides, sequence, key_head);
+    own.value_rows.width = VALUE_DIM, own.value_rows.columns = VALUE_COLUMNS;
+    own.value_rows.pitch = FORWARD_VALUE_PITCH;
+    own.modifiers = load_modifiers(arguments, sequence, sequence_index, own.head);
+}
+
+DEVICE ForwardThread start_thread(const LOCAL AttentionArguments& arguments, const LOCAL BlockPlace& place,
+                                  const LOCAL Sequence& sequence, int thread_index) {
+    ForwardThread own;
+    own.index = thread_index, own.head = place.head, own.first_fragment = 0;
+    own.row = fragment_row(thread_index % 32), own.column = fragment_column(thread_index % 32);
+    own.query = place.block * FORWARD_QUERIES + thread_index / 32 * 8 + own.row;
+    own.is_query = own.query < sequence.query_count;
+    find_rows(own, arguments, sequence, place.sequence, place.head / (arguments.heads / arguments.key_heads));
+    return own;
+}
+
+// Stores the row of the output, which is multiplied by `growth` last, and the other results.
+DEVICE void store_results(const LOCAL AttentionArguments& arguments, const LOCAL ForwardThread& own,
+                          const LOCAL Sequence& sequence, const LOCAL RowState& state, const LOCAL float2* output,
+                          float scale, float growth) {
+    const float sum = row_sum(state.sum);
+    if (!own.is_query) return;
+    const RowResult result = finish_row(arguments, own.head, state.maximum, sum, scale, arguments.sinks != nullptr);
+    GLOBAL char* to = row_address(arguments.output, arguments.output_strides, sequence.batch, own.head,
+                                  sequence.first_query + own.query, ELEMENT_BYTES);
+    UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++) {
+        const int column = 8 * d + own.column;
+        if (column < VALUE_DIM) store_element(to, column, output[d].x * result.factor * growth);
+        if (column + 1 < VALUE_DIM) store_element(to, column + 1, output[d].y * result.factor * growth);
+    }
+    if (own.column == 0) store_row_result(arguments, statistics_row(arguments, sequence, own.head) + own.query, result);
+}
+
+KERNEL(attention_forward, FORWARD_THREADS) {
+    SHARED_MEMORY(FORWARD_SHARED_BYTES);
+    AttentionArguments arguments;
+    READ_ATTENTION_ARGUMENTS(arguments)
+    const BlockPlace place =
+        block_place(arguments, (int)group_index, arguments.heads, 0, arguments.heads * arguments.sequences);
+    const Sequence sequence = load_sequence(arguments, place.sequence);
+    if (place.block * FORWARD_QUERIES >= sequence.query_count) return;
+    ForwardThread own = start_thread(arguments, place, sequence, (int)thread_index);
+    join_intervals(own, SHARED_AT(int, FORWARD_INTERVALS_AT));
+    float2 queries[FORWARD_QUERIES_IN_REGISTERS ? HEAD_COLUMNS / 8 : 1];
+    if (FORWARD_QUERIES_IN_REGISTERS) {
+        UNROLL for (int d = 0; d < HEAD_COLUMNS / 8; d++) queries[d] = load_query_pair(own, 8 * d + own.column);
+    }
+    const float scale = exponent_scale(arguments);
+    float2 output[VALUE_COLUMNS / 8];
+
+    // Values that are not finite must reach only queries that attend to them, but zero times NaN is NaN, and sums of
+    // large values may exceed f32. If the output has a number that is not finite, all is computed once more without
+    // such values, which are then added, and with the others made smaller.
+    RowState state;
+    bool is_careful = false;
+    while (true) {
+        attend_to_keys(arguments, own, FORWARD_KEY_FRAGMENTS, queries, SHARED_AT(Element, FORWARD_TILE_AT), scale,
+                       is_careful, state, output);
+        if (is_careful) {
+            add_special_values(arguments, own, output);
+            break;
+        }
+        bool is_special = false;
+        UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++)
+            is_special |= own.is_query && !(is_finite(output[d].x) && is_finite(output[d].y));
+        if (!any_in_block(SHARED_AT(u32, FORWARD_ANSWERS_AT), own.index, is_special)) break;
+        is_careful = true;
+    }
+    store_results(arguments, own, sequence, state, output, scale, is_careful ? VALUE_GROWTH : 1.0f);
+}

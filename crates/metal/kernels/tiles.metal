@@ -1,0 +1,78 @@
+// Tiles of keys and values in threadgroup memory, and fragments of them.
+//
+// A tile is FORWARD_KEYS rows, whose pitch (elements from row to row) is padded. Its columns are rounded up to a
+// multiple of 16, with zeros behind the last element. Rows that must not be read, since they are outside of the tensor
+// or since no query attends to them, become zeros.
+#pragma once
+#include "specialization.cuh"
+#include "device.cuh"
+#include "elements.cuh"
+
+// Four elements of a row, which a thread copies at once.
+struct Chunk {
+    u32 words[ELEMENT_BYTES];
+};
+
+// Loads four elements of a row of `width` elements; zeros from `width` on.
+DEVICE Chunk load_chunk(GLOBAL const char* row, int column, int width) {
+    Chunk chunk;
+    if (ALIGNED_ROWS && column + 4 <= width) {
+#if ELEMENT == 2
+        const uint4 words = load_global((GLOBAL const uint4*)row + column / 4);
+        chunk.words[0] = words.x, chunk.words[1] = words.y, chunk.words[2] = words.z, chunk.words[3] = words.w;
+#else
+        const uint2 words = load_global((GLOBAL const uint2*)row + column / 4);
+        chunk.words[0] = words.x, chunk.words[1] = words.y;
+#endif
+        return chunk;
+    }
+    UNROLL for (int n = 0; n < ELEMENT_BYTES; n++) chunk.words[n] = 0;
+    UNROLL for (int e = 0; e < 4; e++) {
+        if (column + e >= width) continue;
+#if ELEMENT == 2
+        chunk.words[e] = load_global((GLOBAL const u32*)row + column + e);
+#else
+        chunk.words[e / 2] |= (u32)load_global((GLOBAL const u16*)row + column + e) << 16 * (e % 2);
+#endif
+    }
+    return chunk;
+}
+
+// The rows of the keys or of the values of a head of a sequence.
+struct TileRows {
+    GLOBAL const char* first; // the row of key 0
+    i64 row_bytes;
+    int width;   // elements of a row
+    int columns; // of a tile
+    int pitch;   // of a tile
+};
+
+// Copies the rows from `key` on to a tile; rows outside of [first, end) become zeros.
+DEVICE void load_tile(SHARED(Element) tile, const LOCAL TileRows& rows, int key, int first, int end, int thread_index) {
+    const int chunks = rows.columns / 4;
+    for (int n = thread_index; n < FORWARD_KEYS * chunks; n += FORWARD_THREADS) {
+        const int row = n / chunks, column = n % chunks * 4;
+        Chunk chunk;
+        if (key + row >= first && key + row < end) {
+            chunk = load_chunk(rows.first + (key + row) * rows.row_bytes, column, rows.width);
+        } else {
+            UNROLL for (int w = 0; w < ELEMENT_BYTES; w++) chunk.words[w] = 0;
+        }
+        SHARED(u32) to = words_of(tile + (row * rows.pitch + column));
+        UNROLL for (int w = 0; w < ELEMENT_BYTES; w++) store_shared(to + w, chunk.words[w]);
+    }
+}
+
+// Two neighbours of a row of a tile.
+DEVICE float2 load_pair(SHARED(Element) at) {
+    float2 pair;
+    pair.x = element_to_f32(load_shared(at)), pair.y = element_to_f32(load_shared(at + 1));
+    return pair;
+}
+
+// Two neighbours of a column of a tile.
+DEVICE float2 load_column_pair(SHARED(Element) at, int pitch) {
+    float2 pair;
+    pair.x = element_to_f32(load_shared(at)), pair.y = element_to_f32(load_shared(at + pitch));
+    return pair;
+}

@@ -1,0 +1,65 @@
+#![doc = include_str!("../README.md")]
+// Launches on Metal are compiled for Apple's systems. Elsewhere, and with the emulator, nothing uses their parts.
+#![cfg_attr(
+    not(all(feature = "metal", any(target_vendor = "apple", metal_check), not(feature = "emulator"))),
+    allow(dead_code)
+)]
+// `ci/metal.sh` sets `metal_check`, to type-check them on other systems.
+#![allow(unexpected_cfgs)]
+
+mod buffers;
+mod call;
+#[cfg(feature = "emulator")]
+mod copies;
+#[cfg(feature = "emulator")]
+mod emulator;
+mod launch;
+#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_check), not(feature = "emulator")))]
+mod metal;
+mod operands;
+mod run;
+mod source;
+mod tile;
+
+use std::path::Path;
+use std::{fs, io};
+
+use candle_attention_cuda::all_options;
+
+pub use call::{MetalAttention, MetalKernel, MetalOutput};
+pub use candle_attention_cuda::Unsupported;
+pub use launch::launches_of_thread;
+pub use run::is_available;
+
+/// Returns all macros of the program with some constants, such as `-DHEAD_DIM=64 -DHAS_SOFTCAP=1`, as options of a C++
+/// compiler. Constants that are not given have a default. The tests on the emulator run such programs.
+///
+/// # Errors
+/// For a constant that does not exist.
+pub fn options_of_program(given: &str) -> Result<Vec<String>, String> {
+    let of_cuda = all_options(&format!("{given} -DKERNEL_SET=3"))?;
+    // The tile is another one here.
+    let call: Vec<String> = of_cuda
+        .into_iter()
+        .filter(|option| !option.starts_with("-DFORWARD_") && !option.starts_with("-DDECODE_"))
+        .collect();
+    let value = |name: &str| -> Result<usize, String> {
+        let prefix = format!("-D{name}=");
+        let found = call.iter().find_map(|option| option.strip_prefix(&prefix));
+        found.and_then(|number| number.parse().ok()).ok_or_else(|| format!("expected a number for {name}"))
+    };
+    let columns = tile::TileColumns { of_keys: value("HEAD_COLUMNS")?, of_values: value("VALUE_COLUMNS")? };
+    let tile = tile::MetalTile::of(columns, value("ELEMENT_BYTES")?);
+    let of_tile = tile.defines().into_iter().map(|define| format!("-D{}={}", define.name, define.value));
+    Ok(call.iter().cloned().chain(of_tile).collect())
+}
+
+/// Writes the source of the kernels into a folder, which is made if necessary, as the file that Metal compiles but for
+/// the constants of a program.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn write_source(folder: &Path) -> io::Result<()> {
+    fs::create_dir_all(folder)?;
+    fs::write(folder.join("attention.metal"), source::assemble())
+}

@@ -1,0 +1,132 @@
+//! The kernels' source as one text: files in `kernels/`, files of the CUDA kernels, and texts that are printed from
+//! structs in Rust.
+
+use std::collections::BTreeSet;
+
+use candle_attention_cuda::shared::{AttentionArguments, Define, KernelStruct, StructHeader, shared_file};
+
+use crate::buffers;
+
+/// A file of the source.
+struct KernelFile {
+    name: &'static str,
+    text: &'static str,
+}
+
+const FILES: [KernelFile; 5] = [
+    KernelFile { name: "attention.metal", text: include_str!("../kernels/attention.metal") },
+    KernelFile { name: "decode.metal", text: include_str!("../kernels/decode.metal") },
+    KernelFile { name: "forward.metal", text: include_str!("../kernels/forward.metal") },
+    KernelFile { name: "tiles.metal", text: include_str!("../kernels/tiles.metal") },
+    // The shared files include the machine by the name that it has in CUDA.
+    KernelFile { name: "device.cuh", text: include_str!("../kernels/device.metal") },
+];
+
+/// The file that includes all others.
+const ROOT: &str = "attention.metal";
+
+/// Returns the source without the constants of a program.
+pub(crate) fn assemble() -> String {
+    let headers = AttentionArguments::DEFINITION.headers();
+    let mut joined = JoinedSource { headers, included: BTreeSet::new(), text: String::new() };
+    joined.append(ROOT);
+    joined.text
+}
+
+/// Returns the source of a program.
+pub(crate) fn of_program(defines: &[Define]) -> String {
+    let mut text = String::new();
+    for define in defines {
+        text += &format!("#define {} {}\n", define.name, define.value);
+    }
+    text + &assemble()
+}
+
+/// The source as far as it was put together.
+struct JoinedSource {
+    headers: Vec<StructHeader>,
+    included: BTreeSet<String>,
+    text: String,
+}
+
+impl JoinedSource {
+    /// Appends a file, unless it was included before.
+    fn append(&mut self, name: &str) {
+        if !self.included.insert(name.into()) {
+            return;
+        }
+        for line in self.file(name).lines() {
+            if line.trim() == "#pragma once" {
+                continue;
+            }
+            match included_name(line) {
+                Some(inner) => self.append(inner),
+                None => {
+                    self.text.push_str(line);
+                    self.text.push('\n');
+                }
+            }
+        }
+    }
+
+    /// Returns the text of a file.
+    fn file(&self, name: &str) -> String {
+        if name == buffers::HEADER {
+            return buffers::header();
+        }
+        if let Some(header) = self.headers.iter().find(|header| header.name == name) {
+            return header.text.clone();
+        }
+        let own = FILES.iter().find(|file| file.name == name).map(|file| file.text);
+        own.or_else(|| shared_file(name)).unwrap_or_else(|| panic!("the kernels have no file {name}")).into()
+    }
+}
+
+/// Returns the name in `#include "name.cuh"` or `#include "name.metal"`. Other files are the emulator's.
+fn included_name(line: &str) -> Option<&str> {
+    let name = line.trim().strip_prefix("#include \"")?.strip_suffix('"')?;
+    (name.ends_with(".cuh") || name.ends_with(".metal")).then_some(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metal_source_has_every_definition_once_and_no_include_of_its_own() {
+        let text = of_program(&[Define { name: "HEAD_DIM", value: 64 }]);
+        assert!(text.starts_with("#define HEAD_DIM 64\n"));
+        for definition in ["struct AttentionArguments {", "struct AttentionNumbers {", "KERNEL(attention_forward,"] {
+            assert_eq!(text.matches(definition).count(), 1, "{definition}");
+        }
+        assert!(!text.contains(".cuh\"") && !text.contains("#pragma once"));
+    }
+
+    /// Checks what Metal requires of every pointer and of every reference, and a C++ compiler does not.
+    #[test]
+    fn metal_source_has_an_address_space_for_every_pointer_and_reference() {
+        let mut is_emulator = false;
+        for line in assemble().lines() {
+            match line {
+                "#ifdef EMULATOR" => is_emulator = true,
+                "#else" | "#endif" => is_emulator = false,
+                _ => {}
+            }
+            let code = line.split("//").next().unwrap_or_default();
+            if is_emulator || code.trim_start().starts_with('#') {
+                continue;
+            }
+            for (at, _) in code.match_indices(['&', '*']) {
+                let (before, after) = code.split_at(at);
+                let names_type = before.ends_with(|letter: char| letter.is_alphanumeric() || letter == '_');
+                let is_declared = after.len() > 1 && after[1..].starts_with([' ', ')', ',']);
+                if !names_type || !is_declared {
+                    continue;
+                }
+                let declaration = before.rsplit(['(', ',', ';', '{']).next().unwrap_or_default();
+                let has_space = ["LOCAL ", "GLOBAL ", "CONSTANT ", "thread ", "device ", "threadgroup "];
+                assert!(has_space.iter().any(|space| declaration.contains(space)), "{line}");
+            }
+        }
+    }
+}
