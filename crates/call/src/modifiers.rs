@@ -114,7 +114,7 @@ impl<T> ScoreModifiers<T> {
             ScoreFormat::F32 => (smallest, largest) = (f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX)),
             ScoreFormat::F64 => (smallest, largest) = (f64::MIN_POSITIVE, f64::MAX),
         }
-        if !(scale.abs() <= largest) {
+        if !(-largest..=largest).contains(scale) {
             return Err(format!("scale is {scale:?}, expected a finite number in {format:?}"));
         }
         // One over the softcap is a factor too.

@@ -279,8 +279,8 @@ impl Case {
             numbers(&self.v, [b, h_kv, t_kv, d_v]),
         );
         let at = |pair: Pair| ((pair.b * h + pair.head) * t_q + pair.query) * t_kv + pair.key;
-        let pairs = (0..b * h * t_q * t_kv)
-            .map(|at| [at / (h * t_q * t_kv), at / (t_q * t_kv) % h, at / t_kv % t_q, at % t_kv]);
+        let pairs =
+            (0..b * h * t_q * t_kv).map(|n| [n / (h * t_q * t_kv), n / (t_q * t_kv) % h, n / t_kv % t_q, n % t_kv]);
         let seen: Vec<bool> = pairs.map(|index| self.sees(index)).collect();
         let scale = self.options.scale.unwrap_or(1.0 / (d as f64).sqrt());
         let forward = Problem {

@@ -261,24 +261,24 @@ mod tests {
         let inputs: Vec<Vec<f64>> = sizes.iter().enumerate().map(|(n, &size)| numbers(size, n)).collect();
         let of_output = numbers(b * h * t_q * d_v, 8);
         let of_log_sum_exp = numbers(b * h * t_q, 9);
-        let with = |inputs: &[Vec<f64>], run: &mut dyn FnMut(&Problem)| {
+        let with = |own: &[Vec<f64>], run: &mut dyn FnMut(&Problem)| {
             run(&Problem {
                 dims,
-                q: &inputs[0],
-                k: &inputs[1],
-                v: &inputs[2],
+                q: &own[0],
+                k: &own[1],
+                v: &own[2],
                 scale: 0.8,
                 softcap: Some(1.5),
-                sinks: Some(&inputs[4]),
-                bias: &|Pair { b, head, query, key }| inputs[3][((b * h + head) * t_q + query) * t_kv + key],
+                sinks: Some(&own[4]),
+                bias: &|pair| own[3][((pair.b * h + pair.head) * t_q + pair.query) * t_kv + pair.key],
                 attends: &|pair| pair.key <= pair.query + 1 && pair.query + pair.b != 3,
                 dropout: &|pair| if (pair.key + pair.query) % 3 == 0 { 0.0 } else { 1.5 },
                 has_uniform_empty_rows: false,
             });
         };
-        let loss = |inputs: &[Vec<f64>]| {
+        let loss = |moved: &[Vec<f64>]| {
             let mut sum = 0.0;
-            with(inputs, &mut |problem| {
+            with(moved, &mut |problem| {
                 let Forward { output, log_sum_exp, .. } = problem.forward();
                 sum += output.iter().zip(&of_output).map(|(x, factor)| x * factor).sum::<f64>();
                 let finite = log_sum_exp.iter().zip(&of_log_sum_exp).filter(|(x, _)| x.is_finite());

@@ -163,8 +163,9 @@ impl Case {
             let is_in_range = self.ranges[pair.b * t_q + pair.query].contains(&pair.key);
             is_in_range && (!has_modifiers || data.bool_mask[pair.key] != 0)
         };
-        let dropout = |Pair { b, head, query, key }: Pair| match self.dropout {
-            Some(seed) if !philox_keeps(seed, P, WeightIndex { b, head, query, key }) => 0.0,
+        let index = |pair: Pair| WeightIndex { b: pair.b, head: pair.head, query: pair.query, key: pair.key };
+        let dropout = |pair: Pair| match self.dropout {
+            Some(seed) if !philox_keeps(seed, P, index(pair)) => 0.0,
             Some(_) => 1.0 / (1.0 - P),
             None => 1.0,
         };
