@@ -4,8 +4,8 @@
 //! Copies of the rows, one after the other, would take a write and a second read of each listed row for each block of
 //! queries. A token with 2,048 listed keys of 8 heads of D 128 has 16 MiB of rows in f32, more than a core's caches: in
 //! place they are read once, with copies they pass through memory three times, and new memory costs a page fault for
-//! each 4 KiB. Many queries gain as well: a query of four heads multiplies a row of 256 numbers four times, in about as
-//! many cycles as the copy takes.
+//! each 4 KiB. Many queries gain as well: a query of four heads multiplies a row of 256 numbers four times, in about
+//! the time of the copy.
 
 mod graph;
 mod part;
@@ -93,7 +93,7 @@ fn obstacle_of_cuda(call: &Call, listed: &ListedKeys, wanted: RequestedResults) 
     }
     // A tile of queries reads all keys once, and each list of a query is read apart.
     if t_q.saturating_mul(listed.most_keys(t_kv)).saturating_mul(2) > t_kv {
-        return Ok(Some("all queries together list more than half as many keys as there are".into()));
+        return Ok(Some("the lists of all queries together have more than half of the keys".into()));
     }
     // The parts of a call differ in their sizes alone.
     let Some(part) = parts_of(call)?.next() else { return Ok(None) };

@@ -29,8 +29,8 @@ use gradients::{GradientMemory, check_requested};
 /// Computes the gradients of a call of [`attend`](super::attend), on the calling thread and on helper threads.
 /// The gradients are the same to the bit for any number of threads, and for any other sequences in the batch.
 ///
-/// The gradients of keys and values in pages are those of the keys of each sequence, (B, H_kv, T_kv, ..): a key that
-/// several sequences share, or that a sequence has several times, has several.
+/// Keys and values in pages have gradients for the keys of each sequence, (B, H_kv, T_kv, ..): a key that several
+/// sequences share, or that a sequence has several times, has several.
 ///
 /// The gradient of a fully masked query is zeros. NaN and infinities in keys, values, queries and gradients reach only
 /// the queries and keys that attend to each other.
