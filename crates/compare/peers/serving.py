@@ -21,7 +21,7 @@ import real
 REQUESTS, COMMON, GENERATED = 32, 200, 64
 FILE = real.DATA / "requests.jsonl"
 # The number of tokens that this crate generated for each request, until the end token or 64: llama.cpp has to generate
-# as many.
+# the same number.
 COUNTS = real.DATA / "requests-counts.json"
 
 

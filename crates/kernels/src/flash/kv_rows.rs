@@ -117,7 +117,7 @@ impl<'a, S: Stored> KvMatrix<'a, S> {
 }
 
 impl<'a, S: Stored> KvMatrix<'a, S> {
-    /// Returns whether the rows of one key are next to each other, with those of the next key after them.
+    /// Returns whether the rows of one key are next to each other, and the rows of the next key after them.
     pub(super) fn has_heads_side_by_side(&self) -> bool {
         self.rows.strides[1] < self.rows.strides[2]
     }
