@@ -6,6 +6,7 @@
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;
 
+use candle_attention::KvCodeFormat;
 use candle_core::{DType, Result};
 use clap::Parser;
 
@@ -25,12 +26,12 @@ fn cells() -> Vec<Cell> {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         let after = |t_q, t_kv| Cell { h: 32, h_kv: 8, t_q, ..Cell::square(t_kv, 128, Mask::Causal, dtype) };
         cells.extend([16, 32, 64].map(|size| Cell { page_size: Some(size), ..after(1, 16384) }));
-        for q8 in [false, true] {
-            cells.extend([after(1, 4096), after(1, 16384)].map(|cell| Cell { q8, ..cell }));
+        for codes in [None, Some(KvCodeFormat::Q8), Some(KvCodeFormat::E4M3), Some(KvCodeFormat::Q4)] {
+            cells.extend([after(1, 4096), after(1, 16384)].map(|cell| Cell { codes, ..cell }));
             // Speculative decoding has several queries at once.
-            cells.extend([4, 8, 16].map(|t_q| Cell { q8, ..after(t_q, 4096) }));
+            cells.extend([4, 8, 16].map(|t_q| Cell { codes, ..after(t_q, 4096) }));
             // Without grouped heads, a token is one row of a key head.
-            cells.extend([1, 4, 8].map(|t_q| Cell { h: 8, q8, ..after(t_q, 4096) }));
+            cells.extend([1, 4, 8].map(|t_q| Cell { h: 8, codes, ..after(t_q, 4096) }));
         }
     }
     cells

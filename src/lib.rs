@@ -57,8 +57,8 @@
 pub use candle_attention_core::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
     AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, AttentionStatistics, AttentionTemperature,
-    Backend, ContentPositions, DisentangledConfig, FullyMaskedRows, IndexerConfig, KeyLists, KeyRanges, KvPool,
-    KvPoolConfig, KvSharing, LayerOutput, LocalWindow, MultiHeadAttention, MultiHeadAttentionConfig,
+    Backend, ContentPositions, DisentangledConfig, FullyMaskedRows, IndexerConfig, KeyLists, KeyRanges, KvCodeFormat,
+    KvPool, KvPoolConfig, KvSharing, LayerOutput, LocalWindow, MultiHeadAttention, MultiHeadAttentionConfig,
     MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OutputLayout, PackedSequences, PageCopy, PageTable,
     PagedSequences, PagedStep, PagedTokens, Plan, ProjectedMemory, RelativeBias, RelativeBiasConfig,
     RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions,

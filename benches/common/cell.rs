@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use candle_attention::AttentionMask;
+use candle_attention::{AttentionMask, KvCodeFormat};
 use candle_core::{DType, Result};
 use serde_json::{Value, json};
 
@@ -83,8 +83,8 @@ pub struct Cell {
     pub mask: Mask,
     /// E of a whole layer, whose projections count as work too.
     pub embed_dim: Option<usize>,
-    /// Whether keys and values have 8 bits, with a scale for each row.
-    pub q8: bool,
+    /// The format of keys and values that are codes.
+    pub codes: Option<KvCodeFormat>,
     /// The number of positions of a page, if keys and values are in pages.
     pub page_size: Option<usize>,
 }
@@ -92,7 +92,7 @@ pub struct Cell {
 impl Cell {
     /// Returns a cell of one sequence of `t` tokens and 16 heads, which most other cells vary.
     pub fn square(t: usize, d: usize, mask: Mask, dtype: DType) -> Self {
-        Self { dtype, b: 1, h: 16, h_kv: 16, t_q: t, t_kv: t, d, mask, embed_dim: None, q8: false, page_size: None }
+        Self { dtype, b: 1, h: 16, h_kv: 16, t_q: t, t_kv: t, d, mask, embed_dim: None, codes: None, page_size: None }
     }
 
     /// Returns the number of (query, key) pairs in which the query attends to the key, over all sequences. Heads are
@@ -113,7 +113,10 @@ impl Cell {
 
     /// Returns the bytes of k and v.
     pub fn kv_bytes(&self) -> usize {
-        let row = if self.q8 { self.d + size_of::<f32>() } else { self.d * self.dtype.size_in_bytes() };
+        let row = match self.codes {
+            Some(format) => format.bytes(self.d) + format.scales(self.d) * size_of::<f32>(),
+            None => self.d * self.dtype.size_in_bytes(),
+        };
         2 * self.b * self.h_kv * self.t_kv * row
     }
 }
@@ -129,8 +132,8 @@ impl Describe for Cell {
             name += &format!("/{}", self.h_kv);
         }
         name += &format!(" d{} {} {}", self.d, self.mask, dtype_name(self.dtype));
-        if self.q8 {
-            name += ", cache of 8 bits";
+        if let Some(format) = self.codes {
+            name += &format!(", cache of {format}");
         }
         if let Some(size) = self.page_size {
             name += &format!(", pages of {size}");
@@ -155,8 +158,8 @@ impl Describe for Cell {
         if let Some(e) = self.embed_dim {
             line["e"] = json!(e);
         }
-        if self.q8 {
-            line["q8"] = json!(true);
+        if let Some(format) = self.codes {
+            line[format.name()] = json!(true);
         }
         if let Some(size) = self.page_size {
             line["page_size"] = json!(size);

@@ -8,8 +8,8 @@ use candle_attention::{
     scaled_dot_product_attention_paged,
 };
 use candle_attention_kernels::flash::{
-    AttentionCall, AttentionDims, KeysOfQueries, KvScales, OutputLayout, RequestedResults, ScoreModifiers, Strided,
-    attend,
+    AttentionCall, AttentionDims, KeysOfQueries, KvCodeFormat, KvScales, OutputLayout, RequestedResults,
+    ScoreModifiers, Strided, attend,
 };
 use candle_attention_kernels::{Element, InstructionSet};
 use candle_core::{DType, Device, Error, Result, Tensor, WithDType, bail};
@@ -18,7 +18,7 @@ use clap::ValueEnum;
 use half::{bf16, f16};
 
 use super::cell::{Cell, Mask};
-use super::inputs::{Inputs, Q8Rows};
+use super::inputs::{CodedRows, Inputs};
 
 /// The largest scores, in bytes, that the reference path is asked to compute; it keeps a few tensors of that size at
 /// once.
@@ -106,7 +106,7 @@ pub fn prepare<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs, patience: f6
         // estimate by pairs is not.
         let part = Cell { t_q: few, ..cell.clone() };
         let q = inputs.q.narrow(2, cell.t_q - few, few)?.contiguous()?;
-        let q = Inputs { q, kv: vec![(k.clone(), v.clone())], q8: Vec::new() };
+        let q = Inputs { q, kv: vec![(k.clone(), v.clone())], codes: Vec::new() };
         let mut call = ready(engine, &part, &q)?;
         let start = Instant::now();
         call()?;
@@ -121,7 +121,7 @@ pub fn prepare<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs, patience: f6
 
 /// Returns this crate's plan for the cell in one line.
 pub fn our_plan(cell: &Cell, inputs: &Inputs) -> Result<String> {
-    if cell.q8 {
+    if cell.codes.is_some() {
         return Ok(format!("Fused: the CPU kernel, {}", instruction_set(cell)?));
     }
     let Some((k, v)) = inputs.kv.first() else { bail!("[our_plan] no keys to attend to") };
@@ -129,7 +129,7 @@ pub fn our_plan(cell: &Cell, inputs: &Inputs) -> Result<String> {
 }
 
 fn runs_fused(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<bool> {
-    if cell.q8 || cell.page_size.is_some() {
+    if cell.codes.is_some() || cell.page_size.is_some() {
         return Ok(engine == Engine::Ours);
     }
     let Some((k, v)) = inputs.kv.first() else { bail!("[runs_fused] no keys to attend to") };
@@ -139,9 +139,9 @@ fn runs_fused(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<bool> {
 
 fn obstacle(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<Option<String>> {
     let reason = match engine {
-        Engine::Ours if cell.q8 || cell.page_size.is_some() => None,
+        Engine::Ours if cell.codes.is_some() || cell.page_size.is_some() => None,
         Engine::Reference | Engine::Flash if cell.page_size.is_some() => Some("no pages".into()),
-        Engine::Reference | Engine::Flash if cell.q8 => Some("no keys and values of 8 bits".into()),
+        Engine::Reference | Engine::Flash if cell.codes.is_some() => Some("no keys and values that are codes".into()),
         Engine::Ours | Engine::Reference => {
             let bytes = 4 * cell.b * cell.h * cell.t_q * cell.t_kv;
             let too_many = bytes > REFERENCE_BYTES && !runs_fused(engine, cell, inputs)?;
@@ -156,13 +156,17 @@ fn obstacle(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<Option<Strin
 }
 
 fn ready<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs) -> Result<Call<'a>> {
+    if let Some(format) = cell.codes
+        && engine == Engine::Ours
+    {
+        return match cell.dtype {
+            DType::BF16 => ours_of_codes::<bf16>(format, cell, inputs),
+            DType::F16 => ours_of_codes::<f16>(format, cell, inputs),
+            _ => ours_of_codes::<f32>(format, cell, inputs),
+        };
+    }
     match engine {
         Engine::Flash => flash(cell, inputs),
-        Engine::Ours if cell.q8 => match cell.dtype {
-            DType::BF16 => ours_q8::<bf16>(cell, inputs),
-            DType::F16 => ours_q8::<f16>(cell, inputs),
-            _ => ours_q8::<f32>(cell, inputs),
-        },
         Engine::Ours if cell.page_size.is_some() => ours_paged(cell, inputs),
         Engine::Reference => Ok(ours(cell, inputs, Backend::Reference)),
         _ => Ok(ours(cell, inputs, Backend::Auto)),
@@ -211,24 +215,29 @@ fn instruction_set(cell: &Cell) -> Result<InstructionSet> {
     InstructionSet::choose(None, cell.dtype == DType::BF16).map_err(Error::wrap)
 }
 
-/// Returns the call of the kernel that reads a cache of 8 bits.
-fn ours_q8<'a, E: Element + WithDType>(cell: &Cell, inputs: &'a Inputs) -> Result<Call<'a>> {
+/// Returns the call of the kernel that reads a cache of codes.
+fn ours_of_codes<'a, E: Element + WithDType>(
+    format: KvCodeFormat,
+    cell: &Cell,
+    inputs: &'a Inputs,
+) -> Result<Call<'a>> {
     let &Cell { b, h, h_kv, t_q, t_kv, d, .. } = cell;
     let q: Vec<E> = inputs.q.flatten_all()?.to_vec1()?;
     let resolved = cell.mask.attention().resolve(b, t_q, t_kv)?;
     let ranges: Vec<_> = (0..b * t_q).map(|row| resolved.kv_range(row / t_q, row % t_q)).collect();
-    let (instruction_set, mut copies) = (instruction_set(cell)?, inputs.q8.iter().cycle());
+    let (instruction_set, mut copies) = (instruction_set(cell)?, inputs.codes.iter().cycle());
     Ok(Box::new(move || {
         let Some([k, v]) = copies.next() else { bail!("[ours] no keys to attend to") };
-        let codes =
-            |rows: &'a Q8Rows| Strided { data: &rows.codes[..], strides: [h_kv * t_kv * d, t_kv * d, d] }.into();
-        let scales = |rows: &'a Q8Rows| Strided { data: &rows.scales[..], strides: [h_kv * t_kv, t_kv, 1] }.into();
+        let strides = |width: usize| [h_kv * t_kv * width, t_kv * width, width];
+        let codes = |rows: &'a CodedRows| Strided { data: &rows.codes[..], strides: strides(format.bytes(d)) }.into();
+        let scales =
+            |rows: &'a CodedRows| Strided { data: &rows.scales[..], strides: strides(format.scales(d)) }.into();
         let call = AttentionCall {
             dims: AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v: d },
             q: Strided { data: &q[..], strides: [h * t_q * d, t_q * d, d] }.into(),
             k: codes(k),
             v: codes(v),
-            kv_scales: Some(KvScales { k: scales(k), v: scales(v) }),
+            kv_scales: Some(KvScales { format, k: scales(k), v: scales(v) }),
             pages: None,
             keys: KeysOfQueries { ranges: &ranges, ..Default::default() },
             scores: ScoreModifiers { scale: 1.0 / (d as f64).sqrt(), ..Default::default() },

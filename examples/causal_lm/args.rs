@@ -55,8 +55,9 @@ pub struct Args {
     pub quantize: Option<QuantizationFormat>,
 
     /// The type of cached keys and values [default: the type of the activations]. q8 stores 8 bits and a scale for each
-    /// row. States of linear attention are f32
-    #[arg(long, value_name = "TYPE", value_parser = ["f32", "bf16", "f16", "q8"])]
+    /// row, e4m3 floats of 8 bits and such a scale, q4 4 bits and a scale for each 64 numbers. States of linear
+    /// attention are f32
+    #[arg(long, value_name = "TYPE", value_parser = ["f32", "bf16", "f16", "q8", "e4m3", "q4"])]
     pub kv_cache: Option<String>,
 
     /// The number of tokens that each token attends to: the sink tokens and the last ones. Caches drop the others, and

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
-use candle_attention::AttentionCacheConfig;
 use candle_attention::text::SimpleTokenizer;
+use candle_attention::{AttentionCacheConfig, KvCodeFormat};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::args::Args;
@@ -103,10 +103,12 @@ fn answer(
 
 /// Returns the config of a layer's cache with what the command line asks for.
 fn cache_config(mut config: AttentionCacheConfig, args: &Args) -> AttentionCacheConfig {
-    match args.kv_cache.as_ref().map(|name| name.parse::<DType>()) {
-        None => {}
-        Some(Ok(dtype)) => config = config.with_dtype(dtype),
-        Some(Err(_)) => config = config.with_q8(), // the one name that is no dtype
+    if let Some(name) = &args.kv_cache {
+        config = match name.parse::<DType>() {
+            Ok(dtype) => config.with_dtype(dtype),
+            // The other names are of codes.
+            Err(_) => config.with_codes(KvCodeFormat::of_name(name)),
+        };
     }
     if let Some(window) = args.window {
         let shortest = config.window().map_or(window.get(), |own| own.min(window.get()));

@@ -49,8 +49,8 @@ pub struct Args {
     pub page_size: NonZeroUsize,
 
     /// The type of stored keys and values [default: the type of the activations]. q8 stores 8 bits and a scale for each
-    /// row
-    #[arg(long, value_name = "TYPE", value_parser = ["f32", "bf16", "f16", "q8"])]
+    /// row, e4m3 floats of 8 bits and such a scale, q4 4 bits and a scale for each 64 numbers
+    #[arg(long, value_name = "TYPE", value_parser = ["f32", "bf16", "f16", "q8", "e4m3", "q4"])]
     pub kv_cache: Option<String>,
 
     /// Quantises plain weights as they are read

@@ -1,6 +1,6 @@
 //! A model with a pool of pages for each layer.
 
-use candle_attention::{KvPool, PageTable};
+use candle_attention::{KvCodeFormat, KvPool, PageTable};
 use candle_core::{D, DType, Result, Tensor, bail};
 
 use crate::common::EXAMPLE;
@@ -23,10 +23,13 @@ impl<'m> Engine<'m> {
         let mut pools = Vec::new();
         for (layer, attention) in model.blocks.attentions().enumerate() {
             let config = attention.pool_config(layer, table)?.with_dtype(model.dtype());
-            let config = match kv_cache.map(|name| name.parse::<DType>()) {
+            let config = match kv_cache {
                 None => config,
-                Some(Ok(dtype)) => config.with_dtype(dtype),
-                Some(Err(_)) => config.with_q8(), // the one name that is no dtype
+                Some(name) => match name.parse::<DType>() {
+                    Ok(dtype) => config.with_dtype(dtype),
+                    // The other names are of codes.
+                    Err(_) => config.with_codes(KvCodeFormat::of_name(name)),
+                },
             };
             pools.push(KvPool::new(&config, model.device())?);
         }

@@ -104,6 +104,7 @@ fn gqa_with_cache_matches_one_call(device: &Device) -> Result<()> {
         (grouped(), growing()),
         (base().with_num_kv_heads(1).with_head_dim(5).with_value_head_dim(7), growing()),
         (grouped(), growing().with_q8()),
+        (grouped(), growing().with_e4m3()),
     ];
     check_layers(layers, false, device)
 }

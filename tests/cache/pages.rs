@@ -49,8 +49,7 @@ impl Model {
         for layer in &self.layers {
             let config = KvPoolConfig::for_layer(layer.config(), table);
             let config = config.with_dtype(self.cache.dtype().unwrap_or(DType::F32));
-            let config = if self.cache.q8() { config.with_q8() } else { config };
-            pools.push(KvPool::new(&config, &DEVICE)?);
+            pools.push(KvPool::new(&config.with_codes(self.cache.codes()), &DEVICE)?);
         }
         Ok(pools)
     }
@@ -315,6 +314,27 @@ fn pages_with_softcap_alibi_and_norms_match_sequences_alone() -> Result<()> {
 #[test]
 fn pages_of_an_earlier_layer_match_its_cache() -> Result<()> {
     check(&[rotated(), rotated().with_kv_sharing(KvSharing::EarlierLayer)], AttentionCacheConfig::new(), 1e-5)
+}
+
+/// Checks one layer, as for 8 bits.
+#[test]
+fn pages_of_e4m3_and_4_bits_with_random_schedules_match_caches_alone() -> Result<()> {
+    check(&[rotated()], AttentionCacheConfig::new().with_e4m3(), 1e-5)?;
+    check(&[rotated().with_head_dim(32)], AttentionCacheConfig::new().with_q4(), 1e-5)?;
+    let grouped = rotated().with_head_dim(64).with_value_head_dim(128).with_window(20);
+    check(&[grouped], AttentionCacheConfig::new().with_q4(), 1e-5)
+}
+
+#[test]
+fn pool_of_4_bits_refuses_widths_that_do_not_fit() -> Result<()> {
+    let table = PageTable::new(4, PAGE)?;
+    let error = KvPool::new(&KvPoolConfig::new(2, 40, &table).with_q4(), &DEVICE).expect_err("40 numbers");
+    let expected = "[kv_pool] keys have 40 numbers in each head, expected a multiple of 32 for 4 bits";
+    assert!(error.to_string().starts_with(expected), "{error}");
+    let memory = |config: KvPoolConfig| Ok::<_, candle_core::Error>(KvPool::new(&config, &DEVICE)?.memory());
+    let of_4_bits = memory(KvPoolConfig::new(2, 64, &table).with_q4())?;
+    assert!(of_4_bits * 100 <= memory(KvPoolConfig::new(2, 64, &table).with_q8())? * 55);
+    Ok(())
 }
 
 #[test]

@@ -386,7 +386,11 @@ pub fn tolerance(dtype: DType, cache: &AttentionCacheConfig) -> f64 {
         DType::F16 => 5e-3,
         _ => 4e-2,
     };
-    let kept: f64 = if cache.q8() { 3e-2 } else { of(cache.dtype().unwrap_or(dtype)) };
+    let kept: f64 = match cache.codes() {
+        None => of(cache.dtype().unwrap_or(dtype)),
+        Some(KvCodeFormat::Q8) => 3e-2,
+        Some(KvCodeFormat::E4M3 | KvCodeFormat::Q4) => 1e-1,
+    };
     kept.max(of(dtype))
 }
 

@@ -1,5 +1,6 @@
 //! The description of one attention call.
 
+use crate::codes::KvCodeFormat;
 use crate::dims::AttentionDims;
 use crate::gradients::PerInput;
 use crate::inputs::Input;
@@ -16,7 +17,7 @@ pub struct AttentionCall<T, K> {
     pub dims: AttentionDims,
     /// Queries (B, H, T_q, D).
     pub q: T,
-    /// Keys (B, H_kv, T_kv, D), or codes of 8 bits.
+    /// Keys (B, H_kv, T_kv, D), or bytes of codes.
     pub k: T,
     /// Values (B, H_kv, T_kv, D_v), likewise.
     pub v: T,
@@ -32,18 +33,20 @@ pub struct AttentionCall<T, K> {
     pub output_layout: OutputLayout,
 }
 
-/// The scales of keys and values that are stored as codes: bytes, where a number is `(code - 128) · scale`.
+/// The format and the scales of keys and values that are stored as codes.
 #[derive(Debug, Clone, Copy)]
 pub struct KvScales<T> {
-    /// (B, H_kv, T_kv, 1).
+    /// The format of the codes.
+    pub format: KvCodeFormat,
+    /// (B, H_kv, T_kv, scales of a row).
     pub k: T,
-    /// (B, H_kv, T_kv, 1).
+    /// (B, H_kv, T_kv, scales of a row).
     pub v: T,
 }
 
 /// Pools of pages that sequences share. With pages, keys (pages, H_kv, page size, D), values (pages, H_kv, page size,
-/// D_v) and scales (pages, H_kv, page size, 1) take the places of the tensors of a batch; key n of sequence b is row `n
-/// mod page size` of page `table[b][n / page size]`. In a batch, T_kv is the largest number of keys of a sequence.
+/// D_v) and scales (pages, H_kv, page size, ..) take the places of the tensors of a batch; key n of sequence b is row
+/// `n mod page size` of page `table[b][n / page size]`. In a batch, T_kv is the largest number of keys of a sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct KvPages<T> {
     /// (B, most pages), or a row for each packed sequence: the pages of the sequence, in the order of its keys. CPU
@@ -73,6 +76,7 @@ impl<T, K> AttentionCall<T, K> {
             v: change(Input::V, v)?,
             kv_scales: match kv_scales {
                 Some(scales) => Some(KvScales {
+                    format: scales.format,
                     k: change(Input::KeyScales, &scales.k)?,
                     v: change(Input::ValueScales, &scales.v)?,
                 }),
@@ -108,7 +112,7 @@ mod tests {
             q: 0,
             k: 1,
             v: 2,
-            kv_scales: Some(KvScales { k: 3, v: 4 }),
+            kv_scales: Some(KvScales { format: KvCodeFormat::Q4, k: 3, v: 4 }),
             pages: Some(KvPages { table: 11, page_size: 16 }),
             keys: "all",
             scores: ScoreModifiers {
@@ -149,6 +153,7 @@ mod tests {
             ]
         );
         let AttentionCall { dims, keys, scores, output_layout, .. } = &texts;
+        assert_eq!(texts.kv_scales.as_ref().map(|scales| scales.format), Some(KvCodeFormat::Q4));
         assert_eq!(texts.pages.as_ref().map(|pages| pages.page_size), Some(16));
         assert_eq!((*dims, *keys, *output_layout), (call.dims, "some", OutputLayout::Bthd));
         assert_eq!((scores.scale, scores.softcap), (0.5, Some(3.0)));

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod call;
+mod codes;
 mod dims;
 mod gradients;
 mod inputs;
@@ -10,6 +11,7 @@ mod modifiers;
 mod results;
 
 pub use call::{AttentionCall, KvPages, KvScales};
+pub use codes::KvCodeFormat;
 pub use dims::{AttentionDims, KvHead, QueryRow};
 pub use gradients::{PerInput, RequestedGradients};
 pub use inputs::Input;

@@ -43,6 +43,7 @@ pub mod internal {
 }
 
 pub use cache::{AttentionCache, AttentionCacheConfig};
+pub use candle_attention_call::KvCodeFormat;
 pub use config::{KvSharing, LocalWindow, MultiHeadAttentionConfig};
 pub use layer::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, IndexerConfig, LayerOutput,

@@ -31,8 +31,8 @@ pub use attention::{
     BackwardInputs, BackwardKernel, CudaAttention, CudaCall, ForwardKernel, ForwardOutput, is_available,
 };
 pub use candle_attention_call::{
-    AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Intervals, KvPages, KvScales, OutputLayout,
-    PackedLengths, PerInput, RequestedGradients, RequestedResults, ScoreModifiers,
+    AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Intervals, KvCodeFormat, KvPages, KvScales,
+    OutputLayout, PackedLengths, PerInput, RequestedGradients, RequestedResults, ScoreModifiers,
 };
 pub use candle_attention_device::warn_of_each_text;
 pub use capability::{Capability, Limits};

@@ -10,6 +10,7 @@ mod cpu;
 pub mod delta;
 mod error;
 pub mod flash;
+mod kv_codes;
 pub mod linear;
 mod number;
 

@@ -51,13 +51,23 @@ impl<'a> Numbers<'a> {
     }
 }
 
-/// A number in memory that the kernels read as f32: an element, or a key or value of 8 bits.
+/// A number in memory that the kernels read as f32: an element, or a code of a key or value. Codes of 4 bits are two in
+/// one element.
 pub trait Stored: Copy + Default + Send + Sync + 'static {
     /// The name of the type, for errors.
     const NAME: &'static str;
 
-    /// Whether numbers are multiplied by the scale of their row.
+    /// Whether numbers are multiplied by the scale of their row or of their group.
     const IS_SCALED: bool;
+
+    /// Whether a row may have a scale for each of several groups of numbers.
+    const HAS_GROUPS: bool = false;
+
+    /// The numbers in an element.
+    const NUMBERS: usize = 1;
+
+    /// The numbers that are stored together, next to each other: rows have a multiple of them.
+    const BLOCK: usize = 1;
 
     /// Returns numbers if they have this type; `None` if they have another.
     fn typed(numbers: Numbers<'_>) -> Option<&[Self]>;
@@ -68,11 +78,22 @@ pub trait Stored: Copy + Default + Send + Sync + 'static {
     /// Returns whether the number is neither infinite nor NaN.
     fn is_finite(self) -> bool;
 
-    /// Loads a vector of numbers.
+    /// Loads a vector of numbers, from the first of a block on.
     ///
     /// # Safety
     /// As [`Vector::load`].
     unsafe fn load<V: Vector>(from: *const Self) -> V;
+
+    /// Loads a vector of numbers from number `n` of a row on; where elements have several numbers, n is a multiple of
+    /// the lanes. `row` may be any block of the row.
+    ///
+    /// # Safety
+    /// As [`Vector::load`], for the numbers from `n` on.
+    #[inline(always)]
+    unsafe fn load_at<V: Vector>(row: *const Self, n: usize) -> V {
+        // SAFETY: as this method's contract.
+        unsafe { Self::load(row.add(n)) }
+    }
 }
 
 /// Codes of keys and values: the code 128 is 0.
@@ -187,6 +208,17 @@ pub(crate) unsafe fn load_first<E: Stored, V: Vector>(from: *const E, n: usize) 
         std::ptr::copy_nonoverlapping(from, whole.as_mut_ptr(), n);
         E::load(whole.as_ptr())
     }
+}
+
+/// Loads the first `n` lanes from number `at` of a row on. The other lanes are default elements. Where elements have
+/// several numbers, `n` is all lanes.
+///
+/// # Safety
+/// The processor has the instruction set of V; the row has the numbers, at most `LANES`.
+#[inline(always)]
+pub(crate) unsafe fn load_part<S: Stored, V: Vector>(row: *const S, at: usize, n: usize) -> V {
+    // SAFETY: as this function's contract.
+    unsafe { if S::NUMBERS > 1 || n == V::LANES { S::load_at(row, at) } else { load_first(row.add(at), n) } }
 }
 
 /// Stores the first `n` lanes.

@@ -1,5 +1,6 @@
 //! The config of an [`AttentionCache`](crate::AttentionCache): how much it stores, and in which format.
 
+use candle_attention_call::KvCodeFormat;
 use candle_core::{DType, Result, bail};
 
 use super::OP;
@@ -32,7 +33,7 @@ pub struct AttentionCacheConfig {
     window: Option<usize>,
     sink_tokens: usize,
     dtype: Option<DType>,
-    q8: bool,
+    codes: Option<KvCodeFormat>,
     detached: bool,
     shared: bool,
 }
@@ -45,7 +46,7 @@ impl Default for AttentionCacheConfig {
             window: None,
             sink_tokens: 0,
             dtype: None,
-            q8: false,
+            codes: None,
             detached: false,
             shared: false,
         }
@@ -117,6 +118,13 @@ impl AttentionCacheConfig {
         self
     }
 
+    /// Sets the format of keys and values that are stored as codes: what [`with_q8`](Self::with_q8),
+    /// [`with_e4m3`](Self::with_e4m3) and [`with_q4`](Self::with_q4) set. The default is none: they are stored as floats.
+    pub fn with_codes(mut self, codes: impl Into<Option<KvCodeFormat>>) -> Self {
+        self.codes = codes.into();
+        self
+    }
+
     /// Sets that keys and values are stored in 8 bits a number and an f32 scale for each row of a head: a quarter of
     /// the memory of f32, and 4 bytes a row.
     ///
@@ -128,9 +136,37 @@ impl AttentionCacheConfig {
     /// path for f64, for weights on request and for what [`plan`](crate::MultiHeadAttention::plan) names), all stored
     /// keys and values are converted to f32 or f64 first.
     #[doc(alias("quantize", "int8"))]
-    pub fn with_q8(mut self) -> Self {
-        self.q8 = true;
-        self
+    pub fn with_q8(self) -> Self {
+        self.with_codes(KvCodeFormat::Q8)
+    }
+
+    /// Sets that keys and values are stored as floats of 8 bits (4 bits of exponent, 3 of mantissa) and an f32 scale
+    /// for each row of a head: the memory of [`with_q8`](Self::with_q8). The largest number of a row becomes 448.
+    ///
+    /// A number is off by at most 1/16 of itself, or by 1/458,752 of the largest number in its row if that is more.
+    /// This is better than 8 bits for rows with a few numbers that are far larger than the others, and worse for other
+    /// rows. Rows of small numbers and of numbers that are not finite become what they are in 8 bits.
+    ///
+    /// The fused kernel of CPUs reads these floats directly. All other paths convert all stored keys and values to f32
+    /// or f64 first.
+    #[doc(alias("fp8", "float8", "F8E4M3"))]
+    pub fn with_e4m3(self) -> Self {
+        self.with_codes(KvCodeFormat::E4M3)
+    }
+
+    /// Sets that keys and values are stored in 4 bits a number and an f32 scale for each 64 numbers of a row of a head,
+    /// or for a whole row whose width is no multiple of 64: 0.53 to 0.55 of the memory of [`with_q8`](Self::with_q8)
+    /// for heads of 64 and 128 numbers. The head dimensions of keys and values are multiples of 32.
+    ///
+    /// Rows are rotated by Hadamard matrices before, which spread a number that is far larger than the others over the
+    /// whole row; queries are rotated alike, and the output is rotated back. A rotated number is off by at most 1/15 of
+    /// the largest rotated number of its group.
+    ///
+    /// The fused kernel of CPUs reads the codes directly. All other paths convert all stored keys and values to f32 or
+    /// f64 first.
+    #[doc(alias("quantize", "int4", "hadamard"))]
+    pub fn with_q4(self) -> Self {
+        self.with_codes(KvCodeFormat::Q4)
     }
 
     /// Sets whether gradients end at the cache: queries, keys and values are detached, for generation with a layer
@@ -182,7 +218,12 @@ impl AttentionCacheConfig {
 
     /// Returns whether keys and values are stored in 8 bits.
     pub fn q8(&self) -> bool {
-        self.q8
+        self.codes == Some(KvCodeFormat::Q8)
+    }
+
+    /// Returns the format in which keys and values are stored, if they are stored as codes.
+    pub fn codes(&self) -> Option<KvCodeFormat> {
+        self.codes
     }
 
     /// Returns whether gradients end at the cache.
@@ -241,8 +282,8 @@ impl AttentionCacheConfig {
             )
         }
         if let Some(dtype) = self.dtype {
-            if self.q8 {
-                bail!("[{OP}] dtype is {dtype:?} beside q8, expected one of the two")
+            if let Some(codes) = self.codes {
+                bail!("[{OP}] dtype is {dtype:?} beside {}, expected one of the two", codes.name())
             }
             if !FLOATS.contains(&dtype) {
                 bail!("[{OP}] dtype is {dtype:?}, expected F32, F16, BF16 or F64")

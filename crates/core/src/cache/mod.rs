@@ -1,11 +1,13 @@
 //! The keys and values of earlier calls of a layer. `staged` has one call with a cache, `sink_parts` a call past the
-//! window of a cache that keeps sink tokens, `storage` the buffers, `rows` the order of their rows, `quantize` their 8
-//! bits, `batch` the edits of the batch, `drafts` the choice among drafted tokens.
+//! window of a cache that keeps sink tokens, `storage` the buffers, `rows` the order of their rows, `quantize` their
+//! codes, `rotation` what is done before codes of 4 bits, `batch` the edits of the batch, `drafts` the choice among
+//! drafted tokens.
 
 mod batch;
 mod config;
 mod drafts;
 mod quantize;
+mod rotation;
 mod rows;
 mod sink_parts;
 mod sink_window;
@@ -20,8 +22,9 @@ pub use drafts::check_kept;
 pub use quantize::QUANTIZE_CASE;
 pub use tokens::{NewTokens, Padding};
 
+pub(crate) use rotation::{Hadamard, rotated, rotated_back};
 pub(crate) use staged::{CachedCall, KeyChoice};
-pub(crate) use storage::{Buffer, KvFloats, KvSizes, StorageFormat};
+pub(crate) use storage::{Buffer, BufferCodes, KvFloats, KvSizes, StorageFormat};
 
 use std::ops::Range;
 
@@ -299,10 +302,10 @@ impl AttentionCache {
 
     /// Returns the format in which the cache stores keys and values of a dtype.
     fn format(&self, dtype: DType) -> StorageFormat {
-        if self.config.q8() {
-            return StorageFormat::Q8;
+        match self.config.codes() {
+            Some(codes) => StorageFormat::Codes(codes),
+            None => StorageFormat::Floats(self.config.dtype().unwrap_or(dtype)),
         }
-        StorageFormat::Floats(self.config.dtype().unwrap_or(dtype))
     }
 
     /// Returns the position of each token of sequences of these lengths.

@@ -1,37 +1,41 @@
-//! Rows of floats as codes of 8 bits: by one CUDA kernel, or by operations of Candle, with the same bits.
+//! Rows of floats as codes: 8 bits by one CUDA kernel or by operations of Candle, with the same bits; other formats by
+//! operations of Candle.
 
+use candle_attention_call::KvCodeFormat;
 use candle_attention_cuda::QuantizeRowsCall;
 use candle_core::{D, DType, Device, Result, Tensor};
 
-use crate::sdpa::ZERO_POINT;
+use crate::sdpa::{Q4_OFFSET, Q8_ZERO, grouped};
 use candle_attention_modules::base::first_use::{ComparedResult, FirstUseCase, case_numbers};
 use candle_attention_modules::base::rowwise::with_contiguous_rows;
 
 /// The case of codes of 8 bits.
 pub const QUANTIZE_CASE: FirstUseCase = FirstUseCase { operation: "rows of 8 bits", is_new: false, run: quantize_case };
 
-/// Rows of floats as u8 codes (.., width) and f32 scales (.., 1).
+/// Rows of floats as u8 codes (.., bytes) and f32 scales (.., scales of a row).
 #[derive(Debug)]
 pub(super) struct QuantizedRows {
     pub codes: Tensor,
     pub scales: Tensor,
 }
 
-/// Quantises rows (.., width) of floats: x is stored as `round(x / scale) + 128`, where the scale is 1/127 of the row's
-/// largest magnitude.
+/// Quantises rows (.., width) of floats to codes of a format whose block divides the width. The scale is such that the
+/// largest magnitude of its numbers is the largest one of the format: 127 of 8 bits, 448 of E4M3, and 7.5 of 4 bits.
 ///
-/// A row with a number that is not finite in f32 has a scale of NaN; a row whose scale would be subnormal is all zeros.
-pub(super) fn quantize(rows: &Tensor) -> Result<QuantizedRows> {
-    if rows.device().is_cuda()
+/// A group with a number that is not finite in f32 has a scale of NaN. A group whose scale would be subnormal is all
+/// zeros.
+pub(super) fn quantize(rows: &Tensor, format: KvCodeFormat) -> Result<QuantizedRows> {
+    if format == KvCodeFormat::Q8
+        && rows.device().is_cuda()
         && rows.elem_count() > 0
         && let Some(quantized) = by_kernel(rows)?
     {
         return Ok(quantized);
     }
-    by_candle(rows)
+    by_candle(rows, format)
 }
 
-/// Quantises rows as [`quantize`] does; `None` if the kernel does not support them.
+/// Quantises rows to 8 bits as [`quantize`] does; `None` if the kernel does not support them.
 fn by_kernel(rows: &Tensor) -> Result<Option<QuantizedRows>> {
     let kernel = kernel_call(rows)?;
     if kernel.plan().is_err() || QUANTIZE_CASE.check(rows.device(), rows.dtype()).is_err() {
@@ -55,30 +59,77 @@ fn quantize_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
     let kernel = kernel_call(&rows.to_device(device)?)?;
     kernel.plan()?;
     let found = run_kernel(&kernel)?;
-    let expected = by_candle(&rows)?;
+    let expected = by_candle(&rows, KvCodeFormat::Q8)?;
     Ok(vec![
         ComparedResult { name: "the codes", found: found.codes, expected: expected.codes },
         ComparedResult { name: "the scales", found: found.scales, expected: expected.scales },
     ])
 }
 
-fn by_candle(rows: &Tensor) -> Result<QuantizedRows> {
+fn by_candle(rows: &Tensor, format: KvCodeFormat) -> Result<QuantizedRows> {
     let rows = rows.to_dtype(DType::F32)?.contiguous()?;
+    let of_row = |last: usize| [&rows.dims()[..rows.rank() - 1], &[last]].concat();
+    let width = rows.dim(D::Minus1)?;
+    let groups = format.scales(width);
     if rows.elem_count() == 0 {
-        let dims = [&rows.dims()[..rows.rank() - 1], &[1]].concat();
-        let scales = Tensor::zeros(dims, DType::F32, rows.device())?;
-        return Ok(QuantizedRows { codes: rows.to_dtype(DType::U8)?, scales });
+        return Ok(QuantizedRows {
+            codes: Tensor::zeros(of_row(format.bytes(width)), DType::U8, rows.device())?,
+            scales: Tensor::zeros(of_row(groups), DType::F32, rows.device())?,
+        });
     }
+    let rows = grouped(&rows, groups)?;
+    let largest = match format {
+        KvCodeFormat::Q8 => 127.0,
+        KvCodeFormat::E4M3 => E4M3_MOST,
+        KvCodeFormat::Q4 => Q4_OFFSET,
+    };
     // A maximum may ignore NaN. x - x is 0 for finite x and NaN otherwise, so a sum of it makes the scale NaN.
     let residue = rows.sub(&rows)?.sum_keepdim(D::Minus1)?;
-    let scales = ((rows.abs()?.max_keepdim(D::Minus1)? / 127.0)? + residue)?;
+    let scales = ((rows.abs()?.max_keepdim(D::Minus1)? / largest)? + residue)?;
     let is_normal = scales.ge(f32::MIN_POSITIVE)?.to_dtype(DType::F32)?;
     let scales = scales.mul(&is_normal)?;
     let divisors = (&scales + scales.eq(0f32)?.to_dtype(DType::F32)?)?;
     let multiples = rows.broadcast_mul(&scales.ne(0f32)?.to_dtype(DType::F32)?)?.broadcast_div(&divisors)?;
-    // The conversion rounds towards zero.
-    let codes = (multiples + (ZERO_POINT + 0.5))?.to_dtype(DType::U8)?;
-    Ok(QuantizedRows { codes, scales })
+    // The conversion to u8 rounds towards zero.
+    let codes = match format {
+        KvCodeFormat::Q8 => (multiples + (Q8_ZERO + 0.5))?.to_dtype(DType::U8)?,
+        KvCodeFormat::E4M3 => e4m3_codes(&multiples)?,
+        KvCodeFormat::Q4 => code_pairs(&(multiples + (Q4_OFFSET + 0.5))?.to_dtype(DType::U8)?, format)?,
+    };
+    Ok(QuantizedRows { codes: codes.reshape(of_row(format.bytes(width)))?, scales: scales.reshape(of_row(groups))? })
+}
+
+/// Returns two codes of 4 bits in each byte: of numbers that are half a block apart.
+fn code_pairs(codes: &Tensor, format: KvCodeFormat) -> Result<Tensor> {
+    let blocks = codes.reshape(((), 2, format.block() / 2))?;
+    let low = blocks.narrow(1, 0, 1)?.to_dtype(DType::F32)?;
+    let high = blocks.narrow(1, 1, 1)?.to_dtype(DType::F32)?;
+    (low + (high * 16.0)?)?.to_dtype(DType::U8)
+}
+
+/// The largest number of E4M3.
+const E4M3_MOST: f64 = 448.0;
+
+/// Returns the codes of the nearest numbers of E4M3, for numbers up to the largest one.
+fn e4m3_codes(numbers: &Tensor) -> Result<Tensor> {
+    let magnitudes = numbers.abs()?;
+    // Rounded to 4 significant bits: Dekker's product has the other 20 of an f32's bits in the difference.
+    let product = (&magnitudes * f64::from((1 << 20) + 1))?;
+    let rounded = product.sub(&product.sub(&magnitudes)?)?;
+    // Below the least normal number, to multiples of 2^-9: next to 2^14, neighbouring f32 are this far from each other.
+    let shift = f64::from(1 << 14);
+    let subnormal = ((&magnitudes + shift)? - shift)?;
+    let is_normal = magnitudes.ge(f32::powi(2.0, -6))?;
+    let rounded = is_normal.where_cond(&rounded, &subnormal)?;
+    // The exponent: logarithms of neighbouring numbers differ by more than what is added here.
+    let ln_2 = std::f64::consts::LN_2;
+    let logarithms = ((rounded.maximum(f32::powi(2.0, -9))?.log()? / ln_2)? + 1e-3)?;
+    let exponents = logarithms.floor()?.clamp(-6f32, 8f32)?;
+    // A number m · 2^(e - 3) has the code 8 · (e + 6) + m, also where it is subnormal.
+    let factors = ((&exponents * -ln_2)? + 3.0 * ln_2)?.exp()?;
+    let codes = (((exponents + 6.0)? * 8.0)? + rounded.mul(&factors)?)?;
+    let signs = (numbers.lt(0f32)?.to_dtype(DType::F32)? * 128.0)?;
+    ((codes + signs)? + 0.5)?.to_dtype(DType::U8)
 }
 
 #[cfg(test)]
@@ -130,7 +181,7 @@ mod tests {
                 // As a layer projects them: heads second in memory.
                 let rows = tokens.to_dtype(dtype)?.transpose(1, 2)?;
                 let what = format!("{name} rows of {width} {dtype:?}");
-                assert_same_bits(&emulated(&rows)?, &by_candle(&rows)?, &what)?;
+                assert_same_bits(&emulated(&rows)?, &by_candle(&rows, KvCodeFormat::Q8)?, &what)?;
             }
         }
         Ok(())

@@ -5,12 +5,13 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use super::rotation::{rotated, rotated_back};
 use super::sink_window::SinkWindow;
-use super::storage::{KvBuffers, KvCodes, KvFloats, KvShapes, KvSizes, Room, StoredRows};
+use super::storage::{KvBuffers, KvCodes, KvFloats, KvRotations, KvShapes, KvSizes, Room, StorageFormat, StoredRows};
 use super::tokens::NewTokens;
 use super::{AttentionCache, EarlierPadding, OP};
 use crate::mask::{AttentionMask, Placement};
-use crate::sdpa::{Attended, Call, Plan, Qkv, SdpaOptions, attend, choose, operation, plan_of_call};
+use crate::sdpa::{Attended, Call, Plan, Qkv, SdpaOptions, attend, choose, kernels_read, operation, plan_of_call};
 use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::{accumulation_dtype, floats_on, floats_text};
 
@@ -60,6 +61,13 @@ pub(super) struct ReadRows {
     pub buffers: KvBuffers,
     pub mask: AttentionMask,
     pub options: SdpaOptions,
+}
+
+/// A call of a kernel that reads codes.
+struct CallOfCodes {
+    call: Call,
+    /// The rotations of the stored keys, which the queries have too, and of the values, which the output has.
+    rotations: KvRotations,
 }
 
 impl AttentionCache {
@@ -262,7 +270,7 @@ impl AttentionCache {
 
 impl CachedCall<'_> {
     /// Returns the keys (B, H_kv, rows, D) and values (B, H_kv, rows, D_v) of rows of the buffers: views, or floats if
-    /// the buffers have 8 bits. A call with an expansion computes keys and values from what is stored.
+    /// the buffers have codes. A call with an expansion computes keys and values from what is stored.
     pub(super) fn read(&self, rows: &KvBuffers) -> Result<KvFloats> {
         let floats = rows.floats(self.dtype)?;
         let Some(expand) = &self.expansion else { return Ok(floats) };
@@ -308,7 +316,7 @@ impl CachedCall<'_> {
 }
 
 impl CachedCall<'_> {
-    /// Attends from queries (B, H, T_q, D): to keys and values of 8 bits if a kernel reads them and nothing else is
+    /// Attends from queries (B, H, T_q, D): to codes of keys and values if a kernel reads them and nothing else is
     /// computed from them, and to floats otherwise. Weights are over the keys that the cache stores.
     pub(crate) fn attend(
         &self,
@@ -323,10 +331,10 @@ impl CachedCall<'_> {
         let rows = self.all_rows(q, mask, options)?;
         let q = if self.detached { &q.detach() } else { q };
         let op = operation(wanted, false);
-        if let Some(call) = self.call_of_codes(op, q, &rows)? {
+        if let Some(CallOfCodes { call, rotations }) = self.call_of_codes(op, q, &rows)? {
             let chosen = choose(call, wanted)?;
             if chosen.choice.reads_codes() {
-                return chosen.attend(wanted);
+                return rotated_back(chosen.attend(wanted)?, rotations.v);
             }
         }
         attend(self.call_of_floats(op, q, &rows)?, wanted)?.into_dtype(q.dtype())
@@ -340,23 +348,35 @@ impl CachedCall<'_> {
         }
         let rows = self.all_rows(q, mask, options)?;
         let q = if self.detached { &q.detach() } else { q };
-        if let Some(call) = self.call_of_codes("plan", q, &rows)? {
+        if let Some(CallOfCodes { call, .. }) = self.call_of_codes("plan", q, &rows)? {
             let chosen = choose(call, RequestedResults::default())?;
             if chosen.choice.reads_codes() {
                 return Ok(chosen.plan());
             }
         }
-        plan_of_call(self.call_of_floats("plan", q, &rows)?)
+        let mut plan = plan_of_call(self.call_of_floats("plan", q, &rows)?)?;
+        if let StorageFormat::Codes(format) = rows.buffers.format()
+            && q.device().is_cuda()
+            && !kernels_read(format, q.device())
+        {
+            plan.reason.push_str(&format!(", over a copy of the keys and values in floats: no kernel reads {format}"));
+        }
+        Ok(plan)
     }
 
-    /// Returns the call of a kernel that reads keys and values of 8 bits, if the rows have them as they are attended
-    /// to.
-    fn call_of_codes(&self, op: &'static str, q: &Tensor, rows: &ReadRows) -> Result<Option<Call>> {
-        if self.expansion.is_some() || self.appended.is_some() || q.device().is_metal() {
+    /// Returns the call of a kernel that reads codes, if the rows have them as they are attended to and the kernels of
+    /// the device read them.
+    fn call_of_codes(&self, op: &'static str, q: &Tensor, rows: &ReadRows) -> Result<Option<CallOfCodes>> {
+        if self.expansion.is_some() || self.appended.is_some() {
             return Ok(None);
         }
-        let Some(KvCodes { k, v, scales }) = &rows.buffers.codes()? else { return Ok(None) };
-        Call::with_all_dims(op, Qkv { q, k, v }, Some(scales), None, &rows.mask, &rows.options).map(Some)
+        let Some(KvCodes { k, v, scales, rotations }) = rows.buffers.codes()? else { return Ok(None) };
+        if !kernels_read(scales.format, q.device()) {
+            return Ok(None);
+        }
+        let qkv = Qkv { q: &rotated(q, rotations.k)?, k: &k, v: &v };
+        let call = Call::with_all_dims(op, qkv, Some(&scales), None, &rows.mask, &rows.options)?;
+        Ok(Some(CallOfCodes { call, rotations }))
     }
 
     /// Returns the call with keys and values as floats.

@@ -1,75 +1,118 @@
-//! The buffers of a cache: keys and values as floats, or as 8 bits with a scale for each row.
+//! The buffers of a cache: keys and values as floats, or as codes with scales.
 
 use std::fmt;
 use std::ops::Range;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 
 use super::OP;
 use super::quantize::{QuantizedRows, quantize};
+use super::rotation::{Hadamard, rotated};
 use super::tokens::NewTokens;
 use crate::sdpa::decoded;
-use candle_attention_call::KvScales;
+use candle_attention_call::{KvCodeFormat, KvScales};
 use candle_attention_modules::base::{self, accumulation_dtype, part};
 
 /// The format in which a cache stores keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StorageFormat {
     Floats(DType),
-    /// Codes of 8 bits, and a scale for each row.
-    Q8,
+    Codes(KvCodeFormat),
 }
 
 impl fmt::Display for StorageFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Floats(dtype) => write!(f, "{dtype:?}"),
-            Self::Q8 => f.write_str("8 bits"),
+            Self::Codes(format) => write!(f, "{format}"),
         }
+    }
+}
+
+impl StorageFormat {
+    /// Checks that keys and values of these head dimensions can be stored.
+    pub fn check_widths(self, op: &str, d: usize, d_v: usize) -> Result<()> {
+        let Self::Codes(format) = self else { return Ok(()) };
+        for (name, width) in [("keys", d), ("values", d_v)] {
+            if !width.is_multiple_of(format.block()) {
+                bail!(
+                    "[{op}] {name} have {width} numbers in each head, expected a multiple of {} for {format}",
+                    format.block()
+                )
+            }
+        }
+        Ok(())
     }
 }
 
 /// Keys or values.
 #[derive(Debug, Clone)]
 pub(crate) struct Buffer {
-    /// Floats or codes of 8 bits: (B, H_kv, capacity, width) in a cache, (pages, page size, H_kv, width) in pages.
+    /// Floats (B, H_kv, capacity, width) in a cache, (pages, page size, H_kv, width) in pages; of codes, their bytes.
     pub entries: Tensor,
-    /// The scales of codes, (.., 1).
-    pub scales: Option<Tensor>,
+    pub codes: Option<BufferCodes>,
+}
+
+/// The format, scales and rotation of codes.
+#[derive(Debug, Clone)]
+pub(crate) struct BufferCodes {
+    pub format: KvCodeFormat,
+    /// (.., scales of a row).
+    pub scales: Tensor,
+    /// The rotation of the rows before they became codes.
+    pub rotation: Option<Hadamard>,
 }
 
 impl Buffer {
-    /// Returns rows of any strides as a cache stores them.
-    pub fn encode(rows: &Tensor, format: StorageFormat) -> Result<Self> {
+    /// Returns rows of any strides as a cache stores them. Rows that are rotated have blocks which divide all `widths`.
+    pub fn encode(rows: &Tensor, format: StorageFormat, widths: &[usize]) -> Result<Self> {
         let rows = rows.detach();
         match format {
-            StorageFormat::Floats(dtype) => Ok(Self { entries: rows.to_dtype(dtype)?.contiguous()?, scales: None }),
-            StorageFormat::Q8 => {
-                let QuantizedRows { codes, scales } = quantize(&rows)?;
-                Ok(Self { entries: codes, scales: Some(scales) })
+            StorageFormat::Floats(dtype) => Ok(Self { entries: rows.to_dtype(dtype)?.contiguous()?, codes: None }),
+            StorageFormat::Codes(format) => {
+                let rotation = Hadamard::of(format, widths);
+                let QuantizedRows { codes, scales } = quantize(&rotated(&rows, rotation)?, format)?;
+                Ok(Self { entries: codes, codes: Some(BufferCodes { format, scales, rotation }) })
             }
         }
     }
 
     /// Returns floats: a view of the buffer, or the numbers of its codes in `dtype`.
     fn floats(&self, dtype: DType) -> Result<Tensor> {
-        match &self.scales {
-            Some(scales) => decoded(&self.entries, scales, dtype),
+        match &self.codes {
+            Some(BufferCodes { format, scales, rotation }) => {
+                rotated(&decoded(&self.entries, scales, *format, dtype)?, *rotation)
+            }
             None => Ok(self.entries.clone()),
         }
     }
 
+    /// Returns the width of the rows in numbers.
+    fn width(&self) -> usize {
+        let entries = self.entries.dims().last().copied().unwrap_or(0);
+        self.codes.as_ref().map_or(entries, |codes| codes.format.numbers(entries))
+    }
+
+    /// Returns the rotation of the rows.
+    pub fn rotation(&self) -> Option<Hadamard> {
+        self.codes.as_ref().and_then(|codes| codes.rotation)
+    }
+
     /// Returns the tensors of the buffer.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        [&self.entries].into_iter().chain(&self.scales)
+        [&self.entries].into_iter().chain(self.codes.as_ref().map(|codes| &codes.scales))
     }
 
     fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        Ok(Self { entries: f(&self.entries)?, scales: self.scales.as_ref().map(&f).transpose()? })
+        let codes = match &self.codes {
+            Some(codes) => Some(BufferCodes { scales: f(&codes.scales)?, ..*codes }),
+            None => None,
+        };
+        Ok(Self { entries: f(&self.entries)?, codes })
     }
 }
 
-/// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v), as floats or as 8 bits. Views made by
+/// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v), as floats or as codes. Views made by
 /// [`rows`](Self::rows) share the storage: what is written to one is written to all.
 #[derive(Debug, Clone)]
 pub(super) struct KvBuffers {
@@ -128,23 +171,32 @@ impl KvFloats {
     }
 }
 
-/// The 8-bit codes of keys and values, and their scales.
+/// The codes of keys and values, and their scales.
 pub(super) struct KvCodes {
     pub k: Tensor,
     pub v: Tensor,
     pub scales: KvScales<Tensor>,
+    pub rotations: KvRotations,
+}
+
+/// The rotations of keys and of values before they became codes.
+#[derive(Clone, Copy)]
+pub(super) struct KvRotations {
+    pub k: Option<Hadamard>,
+    pub v: Option<Hadamard>,
 }
 
 impl KvBuffers {
     /// Returns keys and values of any strides as a cache stores them. Without values, these are the first `d_v` columns
     /// of the keys.
     pub fn encode(k: &Tensor, v: Option<&Tensor>, d_v: usize, format: StorageFormat) -> Result<Self> {
-        let keys = Buffer::encode(k, format)?;
-        let values = match v {
-            Some(v) => Some(Buffer::encode(v, format)?),
-            None => None,
+        let d = k.dim(3)?;
+        format.check_widths(OP, d, d_v)?;
+        let Some(v) = v else {
+            check_latents(format, d, d_v)?;
+            return Ok(Self { keys: Buffer::encode(k, format, &[d, d_v])?, values: None, d_v });
         };
-        Ok(Self { keys, values, d_v })
+        Ok(Self { keys: Buffer::encode(k, format, &[d])?, values: Some(Buffer::encode(v, format, &[d_v])?), d_v })
     }
 
     /// Returns buffers of zeros in the format of these.
@@ -186,15 +238,15 @@ impl KvBuffers {
 
     /// Returns the format in which keys and values are stored.
     pub fn format(&self) -> StorageFormat {
-        match self.keys.scales {
-            Some(_) => StorageFormat::Q8,
+        match &self.keys.codes {
+            Some(codes) => StorageFormat::Codes(codes.format),
             None => StorageFormat::Floats(self.keys.entries.dtype()),
         }
     }
 
     /// Returns the dtype in which attention to the floats is computed, for a layer whose keys have `key_dtype`.
     pub fn float_dtype(&self, key_dtype: DType) -> DType {
-        match self.keys.scales {
+        match self.keys.codes {
             Some(_) => accumulation_dtype(key_dtype),
             None => self.keys.entries.dtype(),
         }
@@ -208,28 +260,29 @@ impl KvBuffers {
                 && tensor.device().same_device(written.device())
                 && [1, 3].iter().all(|&dim| tensor.dims()[dim] == written.dims()[dim])
         };
-        self.values.is_some() == other.values.is_some()
+        self.format() == other.format()
+            && self.values.is_some() == other.values.is_some()
             && self.d_v == other.d_v
             && self.tensors().zip(other.tensors()).all(|(tensor, written)| fits(tensor, written))
     }
 
     /// Returns the sizes of keys and values; `None` for latents.
     pub fn sizes(&self) -> Option<KvSizes> {
-        let &[_, h_kv, _, d] = self.keys.entries.dims() else { return None };
-        self.values.as_ref().map(|_| KvSizes { h_kv, d, d_v: self.d_v })
+        let &[_, h_kv, _, _] = self.keys.entries.dims() else { return None };
+        self.values.as_ref().map(|_| KvSizes { h_kv, d: self.keys.width(), d_v: self.d_v })
     }
 
     /// Returns the shapes of keys and values.
     pub fn shapes(&self) -> KvShapes {
-        let shape = |tensor: &Tensor| {
-            let dims = tensor.dims();
-            format!("({}, {}, T, {}) on {:?}", dims[0], dims[1], dims[3], tensor.device().location())
+        let shape = |buffer: &Buffer| {
+            let dims = buffer.entries.dims();
+            format!("({}, {}, T, {}) on {:?}", dims[0], dims[1], buffer.width(), buffer.entries.device().location())
         };
         let values = match &self.values {
-            Some(values) => shape(&values.entries),
+            Some(values) => shape(values),
             None => format!("in their first {} columns", self.d_v),
         };
-        KvShapes { keys: shape(&self.keys.entries), values }
+        KvShapes { keys: shape(&self.keys), values }
     }
 
     /// Returns the bytes of all buffers.
@@ -237,7 +290,7 @@ impl KvBuffers {
         self.tensors().map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
     }
 
-    /// Returns keys and values as floats: views of the buffers, or the numbers of 8 bits in `dtype`.
+    /// Returns keys and values as floats: views of the buffers, or the numbers of codes in `dtype`.
     pub fn floats(&self, dtype: DType) -> Result<KvFloats> {
         let k = self.keys.floats(dtype)?;
         let v = match &self.values {
@@ -249,19 +302,31 @@ impl KvBuffers {
 
     /// Returns some columns of the keys as floats.
     pub fn key_columns(&self, columns: &Range<usize>, dtype: DType) -> Result<Tensor> {
-        let entries = part(&self.keys.entries, 3, columns.clone())?;
-        Buffer { entries, scales: self.keys.scales.clone() }.floats(dtype)
+        match &self.keys.codes {
+            // A number of a block depends on the others.
+            Some(codes) if codes.format.block() > 1 => part(&self.keys.floats(dtype)?, 3, columns.clone()),
+            codes => {
+                let entries = part(&self.keys.entries, 3, columns.clone())?;
+                Buffer { entries, codes: codes.clone() }.floats(dtype)
+            }
+        }
     }
 
-    /// Returns the 8-bit codes of keys and values, if they are stored in 8 bits.
+    /// Returns the codes of keys and values, if they are stored as codes.
     pub fn codes(&self) -> Result<Option<KvCodes>> {
-        let values = match &self.values {
-            Some(values) => values.clone(),
-            None => Buffer { entries: part(&self.keys.entries, 3, 0..self.d_v)?, scales: self.keys.scales.clone() },
-        };
-        let (Some(k_scales), Some(v_scales)) = (&self.keys.scales, values.scales) else { return Ok(None) };
-        let scales = KvScales { k: k_scales.clone(), v: v_scales };
-        Ok(Some(KvCodes { k: self.keys.entries.clone(), v: values.entries, scales }))
+        let Some(of_keys) = &self.keys.codes else { return Ok(None) };
+        let format = of_keys.format;
+        let k = self.keys.entries.clone();
+        if let Some(values) = &self.values {
+            let Some(of_values) = &values.codes else { return Ok(None) };
+            let scales = KvScales { format, k: of_keys.scales.clone(), v: of_values.scales.clone() };
+            let rotations = KvRotations { k: of_keys.rotation, v: of_values.rotation };
+            return Ok(Some(KvCodes { k, v: values.entries.clone(), scales, rotations }));
+        }
+        let v = part(&k, 3, 0..format.bytes(self.d_v))?;
+        let v_scales = part(&of_keys.scales, 3, 0..format.scales(self.d_v))?;
+        let scales = KvScales { format, k: of_keys.scales.clone(), v: v_scales };
+        Ok(Some(KvCodes { k, v, scales, rotations: KvRotations { k: of_keys.rotation, v: of_keys.rotation } }))
     }
 
     /// Returns a view of some rows of all sequences.
@@ -327,6 +392,19 @@ impl KvBuffers {
     fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         [&self.keys].into_iter().chain(&self.values).flat_map(Buffer::tensors)
     }
+}
+
+/// Checks that the first scales of keys are the scales of the values in their first `d_v` columns.
+fn check_latents(format: StorageFormat, d: usize, d_v: usize) -> Result<()> {
+    let StorageFormat::Codes(codes) = format else { return Ok(()) };
+    let has_same_groups = codes.scales(d) == 1 || codes.group(d) == codes.group(d_v);
+    if !has_same_groups {
+        bail!(
+            "[{OP}] the latents of a token have {d_v} of {d} numbers, expected a multiple of {} for {format}",
+            codes.group(d)
+        )
+    }
+    Ok(())
 }
 
 fn check_memory(dims: &[usize], dtype: DType) -> Result<()> {

@@ -1,5 +1,6 @@
 //! The config of a [`KvPool`](crate::KvPool): its sizes, and the format of keys and values.
 
+use candle_attention_call::KvCodeFormat;
 use candle_core::{DType, Result, bail};
 
 use super::table::PageTable;
@@ -19,7 +20,7 @@ pub struct KvPoolConfig {
     pub(super) pages: usize,
     pub(super) page_size: usize,
     dtype: DType,
-    q8: bool,
+    codes: Option<KvCodeFormat>,
     pub(super) detached: bool,
 }
 
@@ -33,7 +34,7 @@ impl KvPoolConfig {
             pages: table.pages(),
             page_size: table.page_size(),
             dtype: DType::F32,
-            q8: false,
+            codes: None,
             detached: false,
         }
     }
@@ -56,12 +57,32 @@ impl KvPoolConfig {
         self
     }
 
+    /// Sets the format of keys and values that are stored as codes: what [`with_q8`](Self::with_q8),
+    /// [`with_e4m3`](Self::with_e4m3) and [`with_q4`](Self::with_q4) set. The default is none: they are stored as floats.
+    pub fn with_codes(mut self, codes: impl Into<Option<KvCodeFormat>>) -> Self {
+        self.codes = codes.into();
+        self
+    }
+
     /// Sets that keys and values are stored in 8 bits a number and an f32 scale for each row of a head, as
     /// [`AttentionCacheConfig::with_q8`](crate::AttentionCacheConfig::with_q8) describes. The dtype has no effect then.
     #[doc(alias("quantize", "int8"))]
-    pub fn with_q8(mut self) -> Self {
-        self.q8 = true;
-        self
+    pub fn with_q8(self) -> Self {
+        self.with_codes(KvCodeFormat::Q8)
+    }
+
+    /// Sets that keys and values are stored as floats of 8 bits and an f32 scale for each row of a head, as
+    /// [`AttentionCacheConfig::with_e4m3`](crate::AttentionCacheConfig::with_e4m3) describes.
+    #[doc(alias("fp8", "float8"))]
+    pub fn with_e4m3(self) -> Self {
+        self.with_codes(KvCodeFormat::E4M3)
+    }
+
+    /// Sets that keys and values are stored in 4 bits a number and an f32 scale for each group, as
+    /// [`AttentionCacheConfig::with_q4`](crate::AttentionCacheConfig::with_q4) describes.
+    #[doc(alias("quantize", "int4"))]
+    pub fn with_q4(self) -> Self {
+        self.with_codes(KvCodeFormat::Q4)
     }
 
     /// Sets whether gradients end at the pool: queries, keys and values are detached, for generation with a layer whose
@@ -74,7 +95,10 @@ impl KvPoolConfig {
 
     /// Returns the format in which keys and values are stored.
     pub(super) fn format(&self) -> StorageFormat {
-        if self.q8 { StorageFormat::Q8 } else { StorageFormat::Floats(self.dtype) }
+        match self.codes {
+            Some(codes) => StorageFormat::Codes(codes),
+            None => StorageFormat::Floats(self.dtype),
+        }
     }
 
     /// Checks that every option is in its range.
@@ -83,7 +107,8 @@ impl KvPoolConfig {
         number::size(OP, "num_kv_heads", h_kv)?;
         number::size(OP, "head_dim", d)?;
         number::size(OP, "value_head_dim", d_v)?;
-        if !self.q8 && !FLOATS.contains(&self.dtype) {
+        self.format().check_widths(OP, d, d_v)?;
+        if self.codes.is_none() && !FLOATS.contains(&self.dtype) {
             bail!("[{OP}] dtype is {:?}, expected F32, F16, BF16 or F64", self.dtype)
         }
         Ok(())

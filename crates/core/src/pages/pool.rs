@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::config::{KvPoolConfig, OP};
 use super::step::{PageCopy, PagedTokens, RowRun};
-use crate::cache::{Buffer, KvSizes, StorageFormat};
+use crate::cache::{Buffer, BufferCodes, Hadamard, KvSizes, StorageFormat, rotated, rotated_back};
 use crate::mask::AttentionMask;
 use crate::sdpa::{Attended, Call, PagedSequences, Plan, Qkv, SdpaOptions, attend, plan_of_call};
 use candle_attention_call::{KvScales, RequestedResults};
@@ -64,8 +64,12 @@ impl KvPool {
             StorageFormat::Floats(dtype) if !floats_on(device).contains(&dtype) => {
                 bail!("[{OP}] dtype is {dtype:?}, expected {}", floats_text(device))
             }
-            StorageFormat::Floats(dtype) => Ok(Buffer { entries: zeros(width, dtype)?, scales: None }),
-            StorageFormat::Q8 => Ok(Buffer { entries: zeros(width, DType::U8)?, scales: Some(zeros(1, DType::F32)?) }),
+            StorageFormat::Floats(dtype) => Ok(Buffer { entries: zeros(width, dtype)?, codes: None }),
+            StorageFormat::Codes(format) => {
+                let scales = zeros(format.scales(width), DType::F32)?;
+                let codes = Some(BufferCodes { format, scales, rotation: Hadamard::of(format, &[width]) });
+                Ok(Buffer { entries: zeros(format.bytes(width), DType::U8)?, codes })
+            }
         };
         Ok(Self { config: config.clone(), keys: buffer(d)?, values: buffer(d_v)?, written: AtomicU64::new(0) })
     }
@@ -81,7 +85,7 @@ impl KvPool {
         tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
     }
 
-    /// Returns the pools of keys and of values: views, to which later calls write. Of 8 bits, the codes.
+    /// Returns the pools of keys and of values: views, to which later calls write. Of codes, their bytes.
     pub fn keys_and_values(&self) -> (&Tensor, &Tensor) {
         (&self.keys.entries, &self.values.entries)
     }
@@ -106,8 +110,8 @@ impl KvPool {
                  `freeze()` and an input `xs.detach()`, or a pool made `with_detached(true)`"
             )
         }
-        let keys = Buffer::encode(k, self.config.format())?;
-        let values = Buffer::encode(v, self.config.format())?;
+        let keys = Buffer::encode(k, self.config.format(), &[d])?;
+        let values = Buffer::encode(v, self.config.format(), &[d_v])?;
         for (buffer, rows) in [(&self.keys, &keys), (&self.values, &values)] {
             for (pool, new) in buffer.tensors().zip(rows.tensors()) {
                 copy_pages(pool, step.copies())?;
@@ -120,7 +124,7 @@ impl KvPool {
 
     /// Attends from packed queries (total_q, H, D) to sequences in the pool, as
     /// [`scaled_dot_product_attention_paged`](crate::scaled_dot_product_attention_paged) does. The kernels of CPUs and
-    /// CUDA read 8 bits directly.
+    /// CUDA read 8 bits directly, on CPUs also E4M3 and 4 bits.
     ///
     /// # Errors
     /// As [`scaled_dot_product_attention_paged`](crate::scaled_dot_product_attention_paged).
@@ -132,7 +136,8 @@ impl KvPool {
         options: &SdpaOptions,
     ) -> Result<Tensor> {
         let call = self.call(ATTENTION, q, sequences, mask, options)?;
-        Ok(attend(call, RequestedResults::default())?.into_dtype(q.dtype())?.without_batch()?.output)
+        let found = rotated_back(attend(call, RequestedResults::default())?, self.values.rotation())?;
+        Ok(found.into_dtype(q.dtype())?.without_batch()?.output)
     }
 
     /// Returns the call of packed queries (total_q, H, D).
@@ -145,12 +150,12 @@ impl KvPool {
         options: &SdpaOptions,
     ) -> Result<Call> {
         let own = if self.config.detached { q.detach() } else { q.clone() };
-        let scales = match (&self.keys.scales, &self.values.scales) {
-            (Some(k), Some(v)) => Some(KvScales { k: k.clone(), v: v.clone() }),
+        let scales = match (&self.keys.codes, &self.values.codes) {
+            (Some(k), Some(v)) => Some(KvScales { format: k.format, k: k.scales.clone(), v: v.scales.clone() }),
             _ => None,
         };
         let converted = match scales {
-            Some(_) => own,
+            Some(_) => rotated(&own, self.keys.rotation())?,
             None => own.to_dtype(self.keys.entries.dtype())?,
         };
         let qkv = Qkv { q: &converted, k: &self.keys.entries, v: &self.values.entries };
@@ -222,7 +227,8 @@ impl PagedKeys<'_> {
         options: &SdpaOptions,
         wanted: RequestedResults,
     ) -> Result<Attended> {
-        attend(self.call(q, mask, options)?, wanted)?.into_dtype(q.dtype())
+        let found = attend(self.call(q, mask, options)?, wanted)?;
+        rotated_back(found, self.pool.values.rotation())?.into_dtype(q.dtype())
     }
 
     /// Returns the path of attention for its output.

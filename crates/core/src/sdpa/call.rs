@@ -4,6 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 pub(crate) use super::call_sizes::Qkv;
 use super::call_sizes::{check_sequences, check_sizes, check_stored, dims};
+use super::codes::decoded;
 use super::dropout::DropoutDraw;
 use super::options::{Backend, OutputLayout, SdpaOptions};
 use super::packed::PackedSequences;
@@ -14,18 +15,6 @@ use crate::mask::{
 use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, ScoreFormat};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::base::{Dim, Expect, accumulation_dtype, transpose_linked};
-
-/// The code of the number 0.
-pub(crate) const ZERO_POINT: f64 = 128.0;
-
-/// Returns the numbers of codes of 8 bits with their scales in a dtype; the tensors may have any strides.
-pub(crate) fn decoded(codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<Tensor> {
-    if codes.elem_count() == 0 {
-        // Candle copies no empty views.
-        return Tensor::zeros(codes.shape(), dtype, codes.device());
-    }
-    (codes.to_dtype(dtype)? - ZERO_POINT)?.broadcast_mul(&scales.to_dtype(dtype)?)
-}
 
 /// Checked arguments of one attention call.
 #[derive(Clone)]
@@ -115,7 +104,7 @@ impl Call {
         mask: &AttentionMask,
         options: &SdpaOptions,
     ) -> Result<Self> {
-        let dims = dims(op, qkv)?;
+        let dims = dims(op, qkv, scales.map(|scales| scales.format))?;
         let Dims { b, h, t_q, t_kv, .. } = dims;
         let scores = if sequences.is_some() { [1; 4] } else { [b, h, t_q, t_kv] };
         check_sizes(op, qkv, dims, scores)?;
@@ -162,13 +151,15 @@ impl Call {
         // The sizes besides the number of keys are the sizes of one page.
         let of_page = Qkv { q: &q, k: &k.narrow(0, 0, 1)?, v: &v.narrow(0, 0, 1)? };
         let packed = sequences.packed();
-        let dims = Dims { t_kv: packed.total_keys(), ..dims(op, of_page)? };
+        let dims = Dims { t_kv: packed.total_keys(), ..dims(op, of_page, scales.map(|scales| scales.format))? };
         check_sizes(op, Qkv { q: &q, k: &k, v: &v }, dims, [1; 4])?;
         check_sequences(op, dims, packed, mask)?;
         let ranges = mask.ranges_of_packed(op, packed.rows().collect())?;
         check_stored(op, ranges.rows(op)?, sequences, mask.fully_masked_rows())?;
         let scales = match scales {
-            Some(scales) => Some(KvScales { k: scales.k.transpose(1, 2)?, v: scales.v.transpose(1, 2)? }),
+            Some(scales) => {
+                Some(KvScales { format: scales.format, k: scales.k.transpose(1, 2)?, v: scales.v.transpose(1, 2)? })
+            }
             None => None,
         };
         let lists = listed(mask, dims, Some(packed))?;
@@ -261,7 +252,9 @@ impl Call {
         let AttentionCall { k, v, kv_scales, .. } = &self.attention;
         match kv_scales {
             None => Ok([k.to_dtype(dtype)?, v.to_dtype(dtype)?]),
-            Some(scales) => Ok([decoded(k, &scales.k, dtype)?, decoded(v, &scales.v, dtype)?]),
+            Some(KvScales { format, k: of_keys, v: of_values }) => {
+                Ok([decoded(k, of_keys, *format, dtype)?, decoded(v, of_values, *format, dtype)?])
+            }
         }
     }
 

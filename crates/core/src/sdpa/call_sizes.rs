@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor, bail};
 use super::packed::PackedSequences;
 use super::paged::PagedSequences;
 use crate::mask::{AttentionMask, FullyMaskedRows, RowRanges};
-use candle_attention_call::AttentionDims as Dims;
+use candle_attention_call::{AttentionDims as Dims, KvCodeFormat};
 use candle_attention_modules::base::is_addressable;
 
 /// Queries, keys and values.
@@ -72,11 +72,14 @@ pub(super) fn check_stored(
     Ok(())
 }
 
-/// Returns the sizes of a call after checking that q, k and v agree in them.
-pub(super) fn dims(op: &str, Qkv { q, k, v }: Qkv) -> Result<Dims> {
+/// Returns the sizes of a call after checking that q, k and v agree in them. `codes` is the format of k and v.
+pub(super) fn dims(op: &str, Qkv { q, k, v }: Qkv, codes: Option<KvCodeFormat>) -> Result<Dims> {
+    let width = |stored: usize| codes.map_or(stored, |format| format.numbers(stored));
     let (b, h, t_q, d) = q.dims4()?;
-    let (b_k, h_kv, t_kv, d_k) = k.dims4()?;
-    let (b_v, h_v, t_v, d_v) = v.dims4()?;
+    let (b_k, h_kv, t_kv, stored_k) = k.dims4()?;
+    let (b_v, h_v, t_v, stored_v) = v.dims4()?;
+    let d_k = width(stored_k);
+    let d_v = width(stored_v);
     let fits = |size: usize| size == b || (size == 1 && b > 0);
     if !fits(b_k) || !fits(b_v) {
         bail!("[{op}] q, k and v have batch sizes {b}, {b_k} and {b_v}, expected the same, or 1 for k and v")

@@ -3,7 +3,8 @@
 use candle_attention_call::KvScales;
 use candle_core::{Result, Tensor};
 
-use super::call::{Call, decoded};
+use super::call::Call;
+use super::codes::{decoded, kernels_read};
 use super::paged::PagedSequences;
 
 /// Returns a call over packed sequences in place of one over pages, with a copy of their keys and values.
@@ -14,11 +15,11 @@ pub(super) fn with_keys_in_one_piece(mut call: Call) -> Result<Call> {
     attention.k = rows.gather(&attention.k)?;
     attention.v = rows.gather(&attention.v)?;
     let Some(scales) = &mut attention.kv_scales else { return Ok(call) };
-    *scales = KvScales { k: rows.gather(&scales.k)?, v: rows.gather(&scales.v)? };
-    if attention.q.device().is_metal() {
-        // Candle's operation reads no codes.
-        attention.k = decoded(&attention.k, &scales.k, attention.q.dtype())?;
-        attention.v = decoded(&attention.v, &scales.v, attention.q.dtype())?;
+    let format = scales.format;
+    *scales = KvScales { format, k: rows.gather(&scales.k)?, v: rows.gather(&scales.v)? };
+    if !kernels_read(format, attention.q.device()) {
+        attention.k = decoded(&attention.k, &scales.k, format, attention.q.dtype())?;
+        attention.v = decoded(&attention.v, &scales.v, format, attention.q.dtype())?;
         attention.kv_scales = None;
     }
     Ok(call)
@@ -39,9 +40,15 @@ pub(super) fn for_plan(mut call: Call) -> Result<Call> {
     let attention = &mut call.attention;
     attention.k = repeated(&attention.k)?;
     attention.v = repeated(&attention.v)?;
-    if let Some(scales) = &mut attention.kv_scales {
-        *scales = KvScales { k: repeated(&scales.k)?, v: repeated(&scales.v)? };
+    let Some(scales) = &mut attention.kv_scales else { return Ok(call) };
+    let format = scales.format;
+    if kernels_read(format, attention.q.device()) {
+        *scales = KvScales { format, k: repeated(&scales.k)?, v: repeated(&scales.v)? };
+        return Ok(call);
     }
+    attention.k = decoded(&attention.k, &repeated(&scales.k)?, format, attention.q.dtype())?;
+    attention.v = decoded(&attention.v, &repeated(&scales.v)?, format, attention.q.dtype())?;
+    attention.kv_scales = None;
     Ok(call)
 }
 

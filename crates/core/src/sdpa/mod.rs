@@ -6,6 +6,7 @@
 mod bounded_keys;
 mod call;
 mod call_sizes;
+mod codes;
 mod cpu;
 mod cuda;
 mod dropout;
@@ -51,7 +52,8 @@ pub use results::AttentionOutput;
 pub use softmax::masked_softmax;
 pub use statistics::{AttentionStatistics, StatisticsOptions};
 
-pub(crate) use call::{Call, Qkv, ZERO_POINT, decoded};
+pub(crate) use call::{Call, Qkv};
+pub(crate) use codes::{Q4_OFFSET, Q8_ZERO, decoded, grouped, kernels_read};
 pub(crate) use keys::{FunctionKeys, OwnKeys};
 pub(crate) use results::{Attended, operation};
 pub(crate) use run::{choose, plan as plan_of_call, run as attend};

@@ -99,7 +99,7 @@ impl Choice {
         })
     }
 
-    /// Returns whether a kernel runs the call that reads keys and values of 8 bits.
+    /// Returns whether a kernel runs the call that reads codes of keys and values.
     pub fn reads_codes(&self) -> bool {
         matches!(self, Self::Cpu(_) | Self::Listed(_) | Self::Cuda(_))
     }
@@ -146,7 +146,7 @@ fn unsupported_by_fused_paths(call: &Call, wanted: RequestedResults) -> Option<&
         return Some("an input is tracked for gradients, which the CPU kernel does not support with statistics");
     }
     if call.attention.kv_scales.is_some() && call.tracks_gradients() {
-        return Some("an input is tracked for gradients, which keys and values of 8 bits do not have");
+        return Some("an input is tracked for gradients, which keys and values that are codes do not have");
     }
     None
 }

@@ -96,7 +96,11 @@ fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Res
             k: narrowed(k, &keys)?,
             v: narrowed(v, &keys)?,
             kv_scales: match kv_scales {
-                Some(scales) => Some(KvScales { k: narrowed(&scales.k, &keys)?, v: narrowed(&scales.v, &keys)? }),
+                Some(scales) => Some(KvScales {
+                    format: scales.format,
+                    k: narrowed(&scales.k, &keys)?,
+                    v: narrowed(&scales.v, &keys)?,
+                }),
                 None => None,
             },
             pages: None,

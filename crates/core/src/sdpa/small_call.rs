@@ -1,7 +1,7 @@
 //! Small calls of attention that show whether the kernels of a device are right: fixed inputs, and the results of the
 //! reference path in f64 on the CPU.
 
-use candle_attention_call::{KvScales, RequestedResults};
+use candle_attention_call::{KvCodeFormat, KvScales, RequestedResults};
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::call::{Call, Qkv};
@@ -74,7 +74,12 @@ impl SmallCall {
         let codes = |seed: u64| rows(seed, DType::F32)?.affine(85.0, 127.5)?.to_dtype(DType::U8);
         // From 0.001 to 0.019.
         let scales = |seed: u64| case_numbers(&[B, H_KV, t_kv, 1], seed, DType::F32)?.affine(0.006, 0.01);
-        Ok(SmallCallInputs { q, k: codes(2)?, v: codes(3)?, scales: Some(KvScales { k: scales(4)?, v: scales(5)? }) })
+        Ok(SmallCallInputs {
+            q,
+            k: codes(2)?,
+            v: codes(3)?,
+            scales: Some(KvScales { format: KvCodeFormat::Q8, k: scales(4)?, v: scales(5)? }),
+        })
     }
 
     /// Returns the output (B, H, T_q, D) of a call.
@@ -107,7 +112,7 @@ impl SmallCallInputs {
     /// Returns the inputs with a function applied to each.
     fn map(&self, own: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
         let scales = match &self.scales {
-            Some(scales) => Some(KvScales { k: own(&scales.k)?, v: own(&scales.v)? }),
+            Some(scales) => Some(KvScales { format: scales.format, k: own(&scales.k)?, v: own(&scales.v)? }),
             None => None,
         };
         Ok(Self { q: own(&self.q)?, k: own(&self.k)?, v: own(&self.v)?, scales })

@@ -73,7 +73,7 @@ impl CudaAttention {
             value_strides: row_strides(v),
             ..AttentionArguments::default()
         };
-        if let Some(KvScales { k: of_keys, v: of_values }) = kv_scales {
+        if let Some(KvScales { format: _, k: of_keys, v: of_values }) = kv_scales {
             arguments.key_scales = operands.input(Input::KeyScales.name(), of_keys)?;
             arguments.value_scales = operands.input(Input::ValueScales.name(), of_values)?;
             arguments.key_scale_strides = row_strides(of_keys);

@@ -1,7 +1,7 @@
 //! The sizes of a call, and the checks that its tensors fit together.
 
 use candle_attention_call::{
-    AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Input, Intervals, KvPages, KvScales,
+    AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Input, Intervals, KvCodeFormat, KvPages, KvScales,
     PackedLengths, ScoreFormat,
 };
 use candle_core::{DType, Tensor};
@@ -63,6 +63,11 @@ fn expect(is_met: bool, reason: impl FnOnce() -> String) -> Result<(), Unsupport
 impl CallSizes {
     /// Returns the sizes of a call after checking that all tensors fit them.
     pub fn of(call: &CudaCall) -> Result<Self, Unsupported> {
+        if let Some(scales) = &call.kv_scales {
+            expect(scales.format == KvCodeFormat::Q8, || {
+                format!("keys and values are codes of {}, expected 8 bits", scales.format)
+            })?;
+        }
         let element = ElementType::of(call.q.dtype())
             .map_err(|_| Unsupported::new(format!("q is {:?}, expected f16, bf16 or f32", call.q.dtype())))?;
         let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = call.dims;
@@ -170,7 +175,7 @@ fn check_rows(call: &CudaCall) -> Result<(), Unsupported> {
             format!("the last dimension of {name} is not contiguous")
         })?;
     }
-    let Some(KvScales { k, v }) = &call.kv_scales else { return Ok(()) };
+    let Some(KvScales { format: _, k, v }) = &call.kv_scales else { return Ok(()) };
     for (name, tensor) in [("the scales of k", k), ("the scales of v", v)] {
         let expected = [call.k.dims()[0], call.k.dims()[1], call.k.dims()[2], 1];
         expect(tensor.dtype() == DType::F32, || format!("{name} are {:?}, expected f32", tensor.dtype()))?;

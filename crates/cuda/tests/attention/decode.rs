@@ -1,8 +1,8 @@
 //! The decode kernel.
 
 use candle_attention_cuda::{
-    BoundedKeys, CudaCall, FirstPosition, ForwardKernel, KvScales, OutputLayout, PackedLengths, ScoreModifiers,
-    launches_of_thread,
+    BoundedKeys, CudaCall, FirstPosition, ForwardKernel, KvCodeFormat, KvScales, OutputLayout, PackedLengths,
+    ScoreModifiers, launches_of_thread,
 };
 use candle_core::{DType, Result};
 
@@ -98,7 +98,7 @@ fn with_codes(sizes: Sizes, dtype: DType) -> Result<CudaCall> {
         numbers(seed, &[b, h_kv, t_kv, columns], DType::F32)?.affine(127.0, 128.0)?.to_dtype(DType::U8)
     };
     let scales = |seed| numbers(seed, &[b, h_kv, t_kv, 1], DType::F32)?.affine(0.003, 0.007);
-    let kv_scales = Some(KvScales { k: scales(6)?, v: scales(7)? });
+    let kv_scales = Some(KvScales { format: KvCodeFormat::Q8, k: scales(6)?, v: scales(7)? });
     Ok(CudaCall { k: codes(2, d)?, v: codes(3, d_v)?, kv_scales, ..sizes.call(dtype)? })
 }
 

@@ -3,7 +3,7 @@
 use candle_attention_cuda::{
     BoundedKeys, CudaCall, FirstPosition, ForwardKernel, OutputLayout, PerInput, RequestedGradients, ScoreModifiers,
 };
-use candle_attention_cuda::{KvPages, KvScales, is_available};
+use candle_attention_cuda::{KvCodeFormat, KvPages, KvScales, is_available};
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::case::{FEW_QUERIES, MANY_QUERIES, Sizes, integers, numbers, plan, plan_backward};
@@ -97,7 +97,10 @@ fn keys_of_8_bits_have_no_backward_kernel() -> Result<()> {
     let codes = |tensor: &Tensor| tensor.affine(100.0, 128.0)?.to_dtype(DType::U8);
     let scales = numbers(6, &[2, 2, 90, 1], DType::F32)?;
     let (k, v) = (codes(&call.k)?, codes(&call.v)?);
-    let call = CudaCall { k, v, kv_scales: Some(KvScales { k: scales.clone(), v: scales }), ..call };
+    let call =
+        CudaCall { k, v, kv_scales: Some(KvScales { format: KvCodeFormat::Q8, k: scales.clone(), v: scales }), ..call };
+    let scales = call.kv_scales.clone().map(|scales| KvScales { format: KvCodeFormat::E4M3, ..scales });
+    check_reason(&CudaCall { kv_scales: scales, ..call.clone() }, "keys and values are codes of E4M3, expected 8 bits");
     let reason = plan_backward(
         &call,
         RequestedGradients { layout: OutputLayout::Bhtd, of: PerInput { q: true, ..PerInput::default() } },

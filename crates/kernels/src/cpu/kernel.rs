@@ -30,6 +30,8 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
     unsafe fn load_u8(from: *const u8) -> Self;
     /// Loads the two bf16 of each of `LANES` words.
     unsafe fn load_pairs(from: *const f32) -> WordHalves<Self>;
+    /// Loads bytes and takes 4 bits of each from bit `shift` on, 0 or 4: the code c is the number c - 7.5.
+    unsafe fn load_nibbles(from: *const u8, shift: u32) -> Self;
     /// Loads bytes as the highest bits of words whose other bits are zeros.
     unsafe fn load_highest_bytes(from: *const u8) -> Self;
     /// Takes the highest 1, 2, 4 or 8 bits of each word. Where `IS_SIGNED`, the bits are in two's complement, and the

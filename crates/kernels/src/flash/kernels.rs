@@ -8,12 +8,15 @@ use super::call::ForwardCall;
 use super::forward;
 use super::kv_rows::KeysValues;
 use crate::cpu::{InstructionSet, Kernel, SimdTask};
+use crate::kv_codes::{CodePair, E4M3Code};
 use crate::number::Number;
 
 /// A pass of a call for a kernel, with keys and values as they are stored.
 pub enum KernelTask<'a, 'b, E> {
     Float(&'a ForwardCall<'b, E>, KeysValues<'b, E>),
     Q8(&'a ForwardCall<'b, E>, KeysValues<'b, u8>),
+    E4M3(&'a ForwardCall<'b, E>, KeysValues<'b, E4M3Code>),
+    Q4(&'a ForwardCall<'b, E>, KeysValues<'b, CodePair>),
     Backward(&'a BackwardCall<'b, E>, KeysValues<'b, E>),
 }
 
@@ -51,6 +54,8 @@ impl<E: Number> SimdTask for RunTask<'_, '_, E> {
             match self.task {
                 KernelTask::Float(call, keys_values) => forward::run_on::<K, E, E>(call, &keys_values),
                 KernelTask::Q8(call, keys_values) => forward::run_on::<K, E, u8>(call, &keys_values),
+                KernelTask::E4M3(call, keys_values) => forward::run_on::<K, E, E4M3Code>(call, &keys_values),
+                KernelTask::Q4(call, keys_values) => forward::run_on::<K, E, CodePair>(call, &keys_values),
                 KernelTask::Backward(call, keys_values) => backward::run_on::<K, E>(call, &keys_values),
             }
         };

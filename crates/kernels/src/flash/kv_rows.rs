@@ -8,8 +8,8 @@ use super::problem::CpuCall;
 use super::view::View;
 use crate::cpu::{Vector, prefetch_bytes};
 use crate::error::Error;
-use crate::number::{Stored, Strided, load_first};
-use candle_attention_call::{AttentionCall, AttentionDims, KvHead};
+use crate::number::{Stored, Strided, load_part};
+use candle_attention_call::{AttentionCall, AttentionDims, KvCodeFormat, KvHead};
 
 /// The distance, in rows of f32, at which rows are prefetched: enough to cover the latency of memory at a row every few
 /// dozen cycles.
@@ -17,8 +17,8 @@ const PREFETCH_ROWS: usize = 16;
 
 /// Returns the distance, in rows, at which rows are prefetched: for narrower elements there are more rows in the same
 /// number of bytes.
-pub(super) const fn prefetch_distance<S>() -> usize {
-    PREFETCH_ROWS * (4 / size_of::<S>())
+pub(super) const fn prefetch_distance<S: Stored>() -> usize {
+    PREFETCH_ROWS * (4 / size_of::<S>()) * S::NUMBERS
 }
 
 /// Prefetches the first `width` numbers of a row, which need not exist.
@@ -26,9 +26,9 @@ pub(super) const fn prefetch_distance<S>() -> usize {
 /// # Safety
 /// The processor has the instruction set of V.
 #[inline(always)]
-pub(super) unsafe fn prefetch_row<V: Vector, S>(row: *const S, width: usize) {
+pub(super) unsafe fn prefetch_row<V: Vector, S: Stored>(row: *const S, width: usize) {
     // SAFETY: the processor has the instruction set.
-    unsafe { prefetch_bytes::<V>(row.cast(), width * size_of::<S>()) };
+    unsafe { prefetch_bytes::<V>(row.cast(), width / S::NUMBERS * size_of::<S>()) };
 }
 
 /// The keys or the values of a call, as they are stored.
@@ -36,11 +36,59 @@ pub(super) unsafe fn prefetch_row<V: Vector, S>(row: *const S, width: usize) {
 pub struct KvMatrix<'a, S> {
     /// Rows of sequences, heads and keys, or of pages, heads and positions in a page.
     rows: Strided<'a, S, 3>,
-    /// The scale of each row, where numbers are scaled.
+    /// The scales of each row, where numbers are scaled.
     scales: Option<Strided<'a, f32, 3>>,
+    pub(super) groups: ScaleGroups,
     pages: Option<Pages<'a>>,
     /// D or D_v.
     pub(super) width: usize,
+}
+
+/// The groups of numbers of a row that have a scale each.
+#[derive(Clone, Copy)]
+pub(super) struct ScaleGroups {
+    pub count: usize,
+    /// The binary logarithm of the numbers in a group; more than any number has if a row is one group.
+    shift: u32,
+}
+
+impl ScaleGroups {
+    /// Returns the groups of rows of `width` numbers.
+    fn new(format: Option<KvCodeFormat>, width: usize) -> Self {
+        let one = Self { count: 1, shift: usize::BITS - 1 };
+        let Some(format) = format else { return one };
+        match format.scales(width) {
+            1 => one,
+            count => Self { count, shift: format.group(width).trailing_zeros() },
+        }
+    }
+
+    /// Returns the numbers of a group, which are whole vectors if there are several groups.
+    pub fn columns(self, group: usize, width: usize) -> Range<usize> {
+        if self.count == 1 { 0..width } else { group << self.shift..(group + 1) << self.shift }
+    }
+}
+
+/// The scales of the numbers of a row.
+#[derive(Clone, Copy)]
+pub(super) struct ScalesOfRow {
+    /// Null where numbers are not scaled.
+    first: *const f32,
+    shift: u32,
+}
+
+impl ScalesOfRow {
+    /// Returns the factor of number `n` of the row. Where a row may have several groups, all numbers of a vector have
+    /// the same.
+    #[inline(always)]
+    pub fn at<S: Stored>(self, n: usize) -> f32 {
+        if !S::IS_SCALED || self.first.is_null() {
+            return 1.0;
+        }
+        let group = if S::HAS_GROUPS { n >> self.shift } else { 0 };
+        // SAFETY: the view was checked for the scales of every key of the call.
+        unsafe { *self.first.wrapping_add(group) }
+    }
 }
 
 /// The keys and the values of a call.
@@ -59,7 +107,8 @@ pub(super) struct KvRun<S> {
     pub ahead: *const S,
     /// The number of elements from one row to the next, and from one row to prefetch to the next.
     pub stride: usize,
-    scale: *const f32,
+    /// The scales of the first row.
+    scales: ScalesOfRow,
     scale_stride: usize,
 }
 
@@ -68,51 +117,65 @@ pub(super) struct KvRow<S> {
     pub numbers: *const S,
     /// The row to prefetch with this one. It need not exist.
     pub ahead: *const S,
-    /// The factor of the numbers.
-    pub scale: f32,
+    pub scales: ScalesOfRow,
 }
 
 impl<'a, S: Stored> KeysValues<'a, S> {
     /// Returns the checked keys and values of a call, whose pages are checked already.
     pub(super) fn new(call: &CpuCall<'a>, pages: Option<&'a PageList>) -> Result<Self, Error> {
         let AttentionCall { dims, k, v, kv_scales, .. } = call;
+        let format = kv_scales.as_ref().map(|scales| scales.format);
+        let stored = |name, rows, scales, width| UncheckedRows { name, rows, scales, format, width };
         let scales = kv_scales.as_ref();
         let pages = pages.map(PageList::pages);
         Ok(Self {
-            k: KvMatrix::new("k", k, scales.map(|scales| &scales.k), pages, dims, dims.d)?,
-            v: KvMatrix::new("v", v, scales.map(|scales| &scales.v), pages, dims, dims.d_v)?,
+            k: KvMatrix::new(stored("k", k, scales.map(|scales| &scales.k), dims.d), pages, dims)?,
+            v: KvMatrix::new(stored("v", v, scales.map(|scales| &scales.v), dims.d_v), pages, dims)?,
         })
     }
+}
+
+/// Keys or values that are not checked yet.
+struct UncheckedRows<'r, 'a> {
+    /// The name of the tensor, for errors.
+    name: &'r str,
+    rows: &'r View<'a>,
+    scales: Option<&'r View<'a>>,
+    format: Option<KvCodeFormat>,
+    /// D or D_v.
+    width: usize,
 }
 
 impl<'a, S: Stored> KvMatrix<'a, S> {
     /// Returns the keys or the values of a call. Without pages, checks that their slices have every row of (B, H_kv,
     /// T_kv).
-    fn new(
-        name: &str,
-        rows: &View<'a>,
-        scales: Option<&View<'a>>,
-        pages: Option<Pages<'a>>,
-        dims: &AttentionDims,
-        width: usize,
-    ) -> Result<Self, Error> {
+    fn new(stored: UncheckedRows<'_, 'a>, pages: Option<Pages<'a>>, dims: &AttentionDims) -> Result<Self, Error> {
+        let UncheckedRows { name, rows, scales, format, width } = stored;
+        if !width.is_multiple_of(S::BLOCK) {
+            return Err(Error::Shape(format!(
+                "expected rows of {name} of a multiple of {} numbers, which codes of 4 bits have, found {width}",
+                S::BLOCK
+            )));
+        }
+        let groups = ScaleGroups::new(format, width);
         let shape = [dims.b, dims.h_kv, dims.t_kv];
-        let rows = rows.rows::<S>(name, width)?;
+        let elements = width / S::NUMBERS;
+        let rows = rows.rows::<S>(name, elements)?;
         if pages.is_none() {
-            rows.check(name, shape, width)?;
+            rows.check(name, shape, elements)?;
         }
         let scales = match scales {
             Some(scales) => {
                 let name_of_scales = format!("the scales of {name}");
-                let scales = scales.rows(&name_of_scales, 1)?;
+                let scales = scales.rows(&name_of_scales, groups.count)?;
                 if pages.is_none() {
-                    scales.check(&name_of_scales, shape, 1)?;
+                    scales.check(&name_of_scales, shape, groups.count)?;
                 }
                 Some(scales)
             }
             None => None,
         };
-        Ok(Self { rows, scales, pages, width })
+        Ok(Self { rows, scales, groups, pages, width })
     }
 }
 
@@ -151,15 +214,21 @@ impl<'a, S: Stored> KvMatrix<'a, S> {
                 count = count.min(place.left);
             }
         }
-        let mut scale = std::ptr::null();
+        let mut scales = ScalesOfRow { first: std::ptr::null(), shift: self.groups.shift };
         let mut scale_stride = 0;
         if S::IS_SCALED
-            && let Some(scales) = &self.scales
+            && let Some(of_rows) = &self.scales
         {
-            scale = scales.at(index);
-            scale_stride = scales.strides[2];
+            scales.first = of_rows.at(index);
+            scale_stride = of_rows.strides[2];
         }
-        KvRun { keys: keys.start..keys.start + count, first, ahead, stride, scale, scale_stride }
+        KvRun { keys: keys.start..keys.start + count, first, ahead, stride, scales, scale_stride }
+    }
+
+    /// Returns whether a row has several groups of numbers with a scale each.
+    #[inline(always)]
+    pub fn has_groups(&self) -> bool {
+        S::HAS_GROUPS && self.groups.count > 1
     }
 
     /// Iterates over the runs of some keys of a head, which belong to the call.
@@ -196,17 +265,21 @@ impl<S: Stored> KvRun<S> {
     #[inline(always)]
     pub fn row(&self, n: usize) -> KvRow<S> {
         let offset = n.wrapping_mul(self.stride);
-        KvRow { numbers: self.first.wrapping_add(offset), ahead: self.ahead.wrapping_add(offset), scale: self.scale(n) }
+        KvRow {
+            numbers: self.first.wrapping_add(offset),
+            ahead: self.ahead.wrapping_add(offset),
+            scales: self.scales(n),
+        }
     }
 
-    /// Returns the factor of the numbers of the n-th key of the run.
+    /// Returns the scales of the n-th key of the run.
     #[inline(always)]
-    pub fn scale(&self, n: usize) -> f32 {
-        if !S::IS_SCALED || self.scale.is_null() {
-            return 1.0;
+    pub fn scales(&self, n: usize) -> ScalesOfRow {
+        if !S::IS_SCALED || self.scales.first.is_null() {
+            return self.scales;
         }
-        // SAFETY: the view was checked for every key of the call.
-        unsafe { *self.scale.wrapping_add(n.wrapping_mul(self.scale_stride)) }
+        let first = self.scales.first.wrapping_add(n.wrapping_mul(self.scale_stride));
+        ScalesOfRow { first, ..self.scales }
     }
 }
 
@@ -214,7 +287,7 @@ impl<S: Stored> KvRun<S> {
 pub(super) struct KvHeadRows<'a, S> {
     matrix: &'a KvMatrix<'a, S>,
     kv: KvHead,
-    /// The number of elements in a row.
+    /// The numbers in a row.
     pub width: usize,
     pub keys: Range<usize>,
     finite: OnceCell<bool>,
@@ -247,9 +320,9 @@ impl<'a, S: Stored> KvHeadRows<'a, S> {
         let row = self.row(key);
         // SAFETY: as this method's contract.
         unsafe {
-            let weight = V::splat(weight * row.scale);
             for d in (0..self.width).step_by(V::LANES) {
-                let value: V = load_first(row.numbers.add(d), V::LANES.min(self.width - d));
+                let weight = V::splat(weight * row.scales.at::<S>(d));
+                let value: V = load_part(row.numbers, d, V::LANES.min(self.width - d));
                 let sum = sums.as_mut_ptr().add(d);
                 weight.mul_add(value, V::load(sum)).store(sum);
             }
@@ -262,8 +335,13 @@ impl<'a, S: Stored> KvHeadRows<'a, S> {
     /// # Safety
     /// The keys belong to the call.
     pub unsafe fn are_finite(&self) -> bool {
-        // SAFETY: as this method's contract.
-        let is_finite = |row: KvRow<S>| row.scale.is_finite() && unsafe { is_finite_row(row.numbers, self.width) };
+        let is_finite = |row: KvRow<S>| {
+            let groups = self.matrix.groups;
+            let mut starts = (0..groups.count).map(|group| groups.columns(group, self.width).start);
+            let has_finite_scales = starts.all(|start| row.scales.at::<S>(start).is_finite());
+            // SAFETY: as this method's contract.
+            has_finite_scales && unsafe { is_finite_row(row.numbers, self.width) }
+        };
         *self.finite.get_or_init(|| self.iter().all(is_finite))
     }
 }
@@ -271,10 +349,10 @@ impl<'a, S: Stored> KvHeadRows<'a, S> {
 /// Returns whether all numbers of a row are finite, without a branch for each.
 ///
 /// # Safety
-/// The row is valid for `width` elements.
+/// The row is valid for `width` numbers.
 pub(super) unsafe fn is_finite_row<S: Stored>(row: *const S, width: usize) -> bool {
     // SAFETY: as this function's contract.
-    (0..width).fold(true, |all, d| all & unsafe { *row.add(d) }.is_finite())
+    (0..width / S::NUMBERS).fold(true, |all, d| all & unsafe { *row.add(d) }.is_finite())
 }
 
 /// Iterates over the rows of some keys.

@@ -47,8 +47,8 @@ pub use crate::number::{Numbers, Strided};
 pub use attend::attend;
 pub use backward::{AttentionBackwardProblem, AttentionGradients, attend_backward};
 pub use candle_attention_call::{
-    AttentionCall, AttentionDims, Dropout, DropoutMask, KvPages, KvScales, OutputLayout, PerInput, RequestedGradients,
-    RequestedResults, RequestedStatistics, ScoreModifiers, WeightTile,
+    AttentionCall, AttentionDims, Dropout, DropoutMask, KvCodeFormat, KvPages, KvScales, OutputLayout, PerInput,
+    RequestedGradients, RequestedResults, RequestedStatistics, ScoreModifiers, WeightTile,
 };
 pub use dropout::{WeightIndex, philox_keeps};
 pub use kernels::AttentionKernels;

@@ -5,12 +5,12 @@ use std::ops::Range;
 use half::bf16;
 
 use super::inputs::query_row;
-use super::kv_rows::{KeysValues, KvHeadRows, prefetch_distance, prefetch_row};
+use super::kv_rows::{KeysValues, KvHeadRows, KvRow, prefetch_distance, prefetch_row};
 use super::packed_width::{PackedWidth, column_group};
 use super::tasks::AttentionWorkspace;
 use super::tile::Tile;
 use crate::cpu::{Kernel, LeftOperand, SimdTask, Vector};
-use crate::number::{Number, Stored, Strided, load_first, pack_row_pair, store_first, widen_row};
+use crate::number::{Number, Stored, Strided, load_first, load_part, pack_row_pair, store_first, widen_row};
 use candle_attention_call::{AttentionDims, KvHead};
 
 /// One packed block of keys and values of one key head. The keys begin at a multiple of the block's length, and are
@@ -86,7 +86,7 @@ impl<S: Stored> SimdTask for Pack<'_, S> {
                     for (index, row) in rows.iter().enumerate() {
                         let to = to.add(index * depth);
                         prefetch_row::<K::Vector, S>(row.ahead, rows.width);
-                        pack_row::<K, S>(row.numbers, rows.width, to, depth, row.scale);
+                        pack_kv_row::<K, S>(&row, rows.width, to, depth);
                     }
                     let count = rows.keys.len();
                     to.add(count * depth).write_bytes(0, (count.next_multiple_of(K::ROWS) - count) * depth);
@@ -117,6 +117,34 @@ pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
         LeftOperand { at: to, group: K::ROWS * (K::BLOCK / 2), row: K::BLOCK / 2, step: 1 }
     } else {
         LeftOperand { at: to, group: column_group(K::LAYOUT), row: 1, step: K::ROWS }
+    }
+}
+
+/// Packs the row of a key or value as words, times its scales, and zeros up to `padded` words.
+///
+/// # Safety
+/// As [`pack_row`].
+#[inline(always)]
+unsafe fn pack_kv_row<K: Kernel, S: Stored>(row: &KvRow<S>, width: usize, to: *mut f32, padded: usize) {
+    // SAFETY: as this function's contract; rows with groups have whole vectors, and pairs are two elements of 16 bits.
+    unsafe {
+        if const { !S::HAS_GROUPS } {
+            return pack_row::<K, S>(row.numbers, width, to, padded, row.scales.at::<S>(0));
+        }
+        let pairs: *mut bf16 = to.cast();
+        for at in (0..width).step_by(K::Vector::LANES) {
+            let scaled = S::load_at::<K::Vector>(row.numbers, at).mul(K::Vector::splat(row.scales.at::<S>(at)));
+            if const { K::IS_BF16 } {
+                bf16::store(scaled, pairs.add(at));
+            } else {
+                scaled.store(to.add(at));
+            }
+        }
+        if const { K::IS_BF16 } {
+            pairs.add(width).write_bytes(0, 2 * padded - width);
+        } else {
+            to.add(width).write_bytes(0, padded - width);
+        }
     }
 }
 
@@ -238,7 +266,7 @@ unsafe fn pack_column_groups<K: Kernel, S: Stored>(
     unsafe {
         for (index, row) in rows.iter().enumerate() {
             prefetch_row::<K::Vector, S>(row.ahead, rows.width);
-            pack_row::<K, S>(row.numbers, rows.width, staging, width.rows, row.scale);
+            pack_kv_row::<K, S>(&row, rows.width, staging, width.rows);
             for group in 0..width.rows / K::ROWS {
                 let to = to.add(group * column_group(K::LAYOUT) + index * K::ROWS);
                 std::ptr::copy_nonoverlapping(staging.add(group * K::ROWS), to, K::ROWS);
@@ -275,12 +303,13 @@ unsafe fn pack_column_pairs<K: Kernel, S: Stored>(
             match &low {
                 Some(low) if S::IS_SCALED => {
                     let high_row = high.as_ref().unwrap_or(low);
-                    let low_scale = K::Vector::splat(low.scale);
-                    let high_scale = K::Vector::splat(if high.is_some() { high_row.scale } else { 0.0 });
+                    let is_pair = high.is_some();
                     for d in (0..rows.width).step_by(lanes) {
                         let n = lanes.min(rows.width - d);
-                        let low_numbers: K::Vector = load_first(low.numbers.add(d), n);
-                        let high_numbers: K::Vector = load_first(high_row.numbers.add(d), n);
+                        let low_scale = K::Vector::splat(low.scales.at::<S>(d));
+                        let high_scale = K::Vector::splat(if is_pair { high_row.scales.at::<S>(d) } else { 0.0 });
+                        let low_numbers: K::Vector = load_part(low.numbers, d, n);
+                        let high_numbers: K::Vector = load_part(high_row.numbers, d, n);
                         low_numbers.mul(low_scale).store_pairs(high_numbers.mul(high_scale), staged.add(d));
                     }
                     staged.add(rows.width).write_bytes(0, padded - rows.width);

@@ -119,10 +119,13 @@ fn needed_pages(ranges: &[Range<usize>], page_size: usize) -> Option<Range<usize
 fn pool_pages(call: &CpuCall, page_size: usize) -> usize {
     let AttentionCall { dims, k, v, kv_scales, .. } = call;
     let count = |pool: &View, width: usize| pages_in(pool, [dims.h_kv, page_size], width);
-    let mut least = count(k, dims.d).min(count(v, dims.d_v));
-    if let Some(KvScales { k: of_keys, v: of_values }) = kv_scales {
-        least = least.min(count(of_keys, 1)).min(count(of_values, 1));
-    }
+    let least = match kv_scales {
+        None => count(k, dims.d).min(count(v, dims.d_v)),
+        Some(KvScales { format, k: of_keys, v: of_values }) => {
+            let codes = count(k, format.bytes(dims.d)).min(count(v, format.bytes(dims.d_v)));
+            codes.min(count(of_keys, format.scales(dims.d))).min(count(of_values, format.scales(dims.d_v)))
+        }
+    };
     least.min(UNSET as usize)
 }
 

@@ -5,18 +5,19 @@ use half::{bf16, f16};
 
 mod backward;
 mod case;
+mod codes;
 mod errors;
 mod joined_heads;
 mod nan;
 mod pages;
-mod q8;
 mod relative_bias;
 mod shared_biases;
 mod sizes;
 mod statistics;
 
 use super::{
-    AttentionCall, AttentionDims, KeysOfQueries, OutputLayout, RequestedResults, ScoreModifiers, Strided, attend,
+    AttentionCall, AttentionDims, KeysOfQueries, KvCodeFormat, OutputLayout, RequestedResults, ScoreModifiers, Strided,
+    attend,
 };
 use crate::Element;
 use crate::cpu::InstructionSet;
@@ -37,10 +38,10 @@ fn forward_with_causal_softcap_alibi_sinks_dropout_matches_plain_loops() {
     for instruction_set in on_miri_only_scalar() {
         for &dims in used_shapes {
             let mut cases = Vec::new();
-            for q8 in [false, true] {
+            for codes in [None, Some(KvCodeFormat::Q8)] {
                 for (causal, has_modifiers) in [(false, false), (true, false), (true, true)] {
-                    let case = Case { q8, ..Case::new(dims, causal, has_modifiers) };
-                    cases.push(if q8 == causal { case.with_dropout(0x1234_5678_9abc) } else { case });
+                    let case = Case { codes, ..Case::new(dims, causal, has_modifiers) };
+                    cases.push(if codes.is_some() == causal { case.with_dropout(0x1234_5678_9abc) } else { case });
                 }
             }
             for case in cases {

@@ -56,7 +56,9 @@ const OP: &str = "multi_head_latent_attention";
 /// any call without a cache, computes keys and values of each head from the latents first. A call with a cache uses the
 /// form with fewer multiplications. Both have the same numbers, up to rounding.
 ///
-/// A cache of 8 bits has one scale for the latent and the shared key of a token together.
+/// A cache of 8 bits or E4M3 has one scale for the latent and the shared key of a token together, one of 4 bits a scale
+/// for each 64 numbers of both, or one if their width is no multiple of 64. For 4 bits, `kv_lora_rank` and
+/// `rope_head_dim` are multiples of 32.
 ///
 /// With an [indexer](MultiHeadLatentAttentionConfig::with_indexer), each query attends to the keys that it chooses. A
 /// cache then stores the key of the indexer too.

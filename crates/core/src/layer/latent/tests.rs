@@ -14,7 +14,7 @@ use crate::layer::AttentionInput;
 use crate::mask::AttentionMask;
 use crate::position::{RopeConfig, RopeStyle};
 use crate::sdpa::Backend;
-use candle_attention_call::RequestedResults;
+use candle_attention_call::{KvCodeFormat, RequestedResults};
 
 const CPU: Device = Device::Cpu;
 
@@ -41,7 +41,7 @@ struct Case {
     mask: usize,
     /// How many positions are taken back before the last call.
     back: usize,
-    q8: bool,
+    codes: Option<KvCodeFormat>,
     dtype: DType,
     backend: Backend,
 }
@@ -52,7 +52,7 @@ fn cases() -> impl Strategy<Value = Case> {
     let call = (1..=7usize, prop::array::uniform3((0..=3usize, 5..=10usize)));
     let run = (1..=3usize, prop::collection::vec(call, 2..6), 0..6usize, 0..3usize);
     let how = (
-        any::<bool>(),
+        select(vec![None, None, Some(KvCodeFormat::Q8), Some(KvCodeFormat::E4M3)]),
         select(vec![DType::F32, DType::F64, DType::BF16]),
         select(vec![Backend::Auto, Backend::Reference]),
     );
@@ -71,8 +71,8 @@ fn cases() -> impl Strategy<Value = Case> {
                 .with_rotates(rotates)
                 .with_rope(RopeConfig::new(50.0).with_style(style));
             let cfg = q_rank.map_or(cfg.clone(), |width| cfg.with_q_lora_rank(width));
-            let (q8, dtype, backend) = how;
-            Case { cfg, b, calls, mask, back, q8, dtype, backend }
+            let (codes, dtype, backend) = how;
+            Case { cfg, b, calls, mask, back, codes, dtype, backend }
         },
     )
 }
@@ -101,8 +101,7 @@ fn difference(found: &Tensor, expected: &Tensor) -> Result<f64> {
 
 fn check(case: &Case) -> Result<()> {
     let layer = layer(&case.cfg, case.dtype)?;
-    let config = AttentionCacheConfig::new().with_capacity(3);
-    let config = if case.q8 { config.with_q8() } else { config };
+    let config = AttentionCacheConfig::new().with_capacity(3).with_codes(case.codes);
     let mut caches = [AttentionCache::new(&config)?, AttentionCache::new(&config)?];
     let tolerance = match case.dtype {
         DType::F64 => 1e-12,
@@ -150,6 +149,21 @@ fn both_forms_give_the_same() {
     let config = Runs { cases: 150, rng_seed: RngSeed::Fixed(0x1a7e), failure_persistence: None, ..Runs::default() };
     let checked = |case: Case| check(&case).map_err(|error| TestCaseError::fail(error.to_string()));
     TestRunner::new(config).run(&cases(), checked).unwrap_or_else(|error| panic!("{error}"));
+}
+
+/// Checks one group of numbers, and several, of which the latents have the first.
+#[test]
+fn both_forms_give_the_same_with_a_cache_of_4_bits() -> Result<()> {
+    for (rank, rope) in [(32, 32), (64, 32), (128, 64)] {
+        for dtype in [DType::F32, DType::F64] {
+            let cfg = Config::new(6, 3).with_kv_lora_rank(rank).with_nope_head_dim(4).with_rope_head_dim(rope);
+            let cfg = cfg.with_value_head_dim(3).with_rope(RopeConfig::new(50.0));
+            let calls = vec![(5, [(0, 10); 3]), (1, [(0, 10); 3]), (4, [(0, 10); 3])];
+            let codes = Some(KvCodeFormat::Q4);
+            check(&Case { cfg, b: 2, calls, mask: 0, back: 1, codes, dtype, backend: Backend::Auto })?;
+        }
+    }
+    Ok(())
 }
 
 /// Gradients of what queries are made from, beside frozen latents.

@@ -121,7 +121,7 @@ fn obstacle_of_any_kernel(call: &Call, wanted: RequestedResults) -> Option<&'sta
         return Some("the call has a bias or a boolean mask");
     }
     if call.attention.kv_scales.is_some() && call.tracks_gradients() {
-        return Some("an input is tracked for gradients, which keys and values of 8 bits do not have");
+        return Some("an input is tracked for gradients, which keys and values that are codes do not have");
     }
     if [b, t_q, t_kv, d_v].contains(&0) {
         return Some("the call has no scores");

@@ -40,7 +40,7 @@ impl ListableRows {
             k: rows(k)?,
             v: rows(v)?,
             kv_scales: match kv_scales {
-                Some(scales) => Some(KvScales { k: rows(&scales.k)?, v: rows(&scales.v)? }),
+                Some(scales) => Some(KvScales { format: scales.format, k: rows(&scales.k)?, v: rows(&scales.v)? }),
                 None => None,
             },
         })
@@ -53,7 +53,7 @@ impl ListableRows {
             k: pages(&self.k)?,
             v: pages(&self.v)?,
             kv_scales: match &self.kv_scales {
-                Some(scales) => Some(KvScales { k: pages(&scales.k)?, v: pages(&scales.v)? }),
+                Some(scales) => Some(KvScales { format: scales.format, k: pages(&scales.k)?, v: pages(&scales.v)? }),
                 None => None,
             },
         })

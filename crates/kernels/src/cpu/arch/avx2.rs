@@ -28,6 +28,12 @@ impl Vector for Avx2 {
         fn load_u8(from: *const u8) -> Self {
             Self(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))))
         }
+        fn load_nibbles(from: *const u8, shift: u32) -> Self {
+            let words = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
+            let moved = _mm256_srlv_epi32(words, _mm256_set1_epi32(shift.cast_signed()));
+            let codes = _mm256_and_si256(moved, _mm256_set1_epi32(0xf));
+            Self(_mm256_sub_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(7.5)))
+        }
         fn load_pairs(from: *const f32) -> WordHalves<Self> {
             let words = _mm256_loadu_si256(from.cast());
             let upper = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));

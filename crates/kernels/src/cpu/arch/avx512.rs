@@ -32,6 +32,10 @@ const BITS_OF_ONE: [f32; 16] = numbers_of_bits(1);
 const PAIRS: [f32; 16] = numbers_of_bits(2);
 const NIBBLES: [f32; 16] = numbers_of_bits(4);
 
+/// The number of a code of 4 bits, where zero is between two codes.
+const CENTRED_NIBBLES: [f32; 16] =
+    [-7.5, -6.5, -5.5, -4.5, -3.5, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5];
+
 const fn numbers_of_bits(bits: u32) -> [f32; 16] {
     let mut numbers = [0.0; 16];
     let mut index = 0;
@@ -72,6 +76,12 @@ impl Vector for Avx512 {
         }
         fn load_u8(from: *const u8) -> Self {
             Self(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))))
+        }
+        fn load_nibbles(from: *const u8, shift: u32) -> Self {
+            // A permutation reads the lowest 4 bits of an index.
+            let words = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
+            let index = _mm512_srlv_epi32(words, _mm512_set1_epi32(shift.cast_signed()));
+            Self(_mm512_permutexvar_ps(index, _mm512_loadu_ps(CENTRED_NIBBLES.as_ptr())))
         }
         fn load_pairs(from: *const f32) -> WordHalves<Self> {
             let words = _mm512_loadu_si512(from.cast());

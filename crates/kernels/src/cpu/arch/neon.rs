@@ -31,6 +31,13 @@ impl Vector for Neon {
             let bytes = vcreate_u8(u64::from(from.cast::<u32>().read_unaligned()));
             Self(vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes)))))
         }
+        fn load_nibbles(from: *const u8, shift: u32) -> Self {
+            let bytes = vcreate_u8(u64::from(from.cast::<u32>().read_unaligned()));
+            let words = vmovl_u16(vget_low_u16(vmovl_u8(bytes)));
+            let moved = vshlq_u32(words, vdupq_n_s32(-shift.cast_signed()));
+            let codes = vandq_u32(moved, vdupq_n_u32(0xf));
+            Self(vsubq_f32(vcvtq_f32_u32(codes), vdupq_n_f32(7.5)))
+        }
         fn load_pairs(from: *const f32) -> WordHalves<Self> {
             let words = vld1q_u32(from.cast());
             let upper = vandq_u32(words, vdupq_n_u32(0xffff_0000));

@@ -75,6 +75,10 @@ impl Vector for Scalar {
             let codes = from.cast::<Lanes<u8>>().read_unaligned();
             Self::each(|lane| codes[lane].into())
         }
+        fn load_nibbles(from: *const u8, shift: u32) -> Self {
+            let bytes = from.cast::<Lanes<u8>>().read_unaligned();
+            Self::each(|lane| f32::from(bytes[lane] >> shift & 0xf) - 7.5)
+        }
         fn load_pairs(from: *const f32) -> WordHalves<Self> {
             let words = Self::load(from);
             WordHalves {

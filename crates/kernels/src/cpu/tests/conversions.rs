@@ -91,6 +91,29 @@ fn load_of_u8_is_exact() {
     on_every_instruction_set(|| LoadU8);
 }
 
+struct LoadNibbles;
+
+impl SimdTask for LoadNibbles {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let all: Vec<u8> = (0..=u8::MAX).collect();
+        let mut got = vec![0f32; K::Vector::LANES];
+        for chunk in all.chunks_exact(K::Vector::LANES) {
+            for shift in [0, 4] {
+                // SAFETY: the processor has the instruction set of K; a chunk is a vector.
+                unsafe { K::Vector::load_nibbles(chunk.as_ptr(), shift).store(got.as_mut_ptr()) };
+                let expected = chunk.iter().map(|&byte| f32::from(byte >> shift & 15) - 7.5);
+                assert!(got.iter().copied().eq(expected), "{chunk:?} from bit {shift} on became {got:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn load_of_codes_of_4_bits_is_exact() {
+    on_every_instruction_set(|| LoadNibbles);
+}
+
 struct Store<E>(std::marker::PhantomData<E>);
 
 impl<E: Half> SimdTask for Store<E> {

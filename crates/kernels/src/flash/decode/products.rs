@@ -4,14 +4,17 @@ use std::ops::Range;
 
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector, add_products};
 use crate::flash::inputs::CheckedCall;
-use crate::flash::kv_rows::{KvHeadRows, KvMatrix, KvRun, prefetch_row};
+use crate::flash::kv_rows::{KvHeadRows, KvMatrix, KvRun, ScalesOfRow, prefetch_row};
 use crate::flash::tile::Tile;
-use crate::number::{Stored, load_first};
+use crate::number::{Stored, load_part};
 use candle_attention_call::KvHead;
 
 /// The number of keys whose rows are read for all groups of queries, and whose values for all of D_v, before the next
 /// keys: they stay in the first cache meanwhile.
 pub(super) const KEY_BLOCK: usize = 32;
+
+/// The most query rows of a group.
+const MOST_GROUPED_ROWS: usize = 8;
 
 /// The most vectors of sums of outputs that are in registers.
 const MAX_SUMS: usize = 16;
@@ -53,6 +56,21 @@ pub(super) struct Multiply<'a, S> {
     pub products: &'a Products,
 }
 
+/// The rows of keys whose products fill a vector.
+struct KeyRows<S> {
+    numbers: [*const S; MAX_LANES],
+    /// The scales of each row, where a row may have several.
+    scales: [ScalesOfRow; MAX_LANES],
+}
+
+/// Some columns of the values of some keys, and the weights of the keys.
+struct WeightedColumns {
+    keys: Range<usize>,
+    /// (keys, R).
+    weights: *const f32,
+    columns: Range<usize>,
+}
+
 /// Products with copies of what describes them, since loops would read references again after each store.
 struct RowProducts<'a, S> {
     rows: KvMatrix<'a, S>,
@@ -90,14 +108,24 @@ impl<S: Stored> RowProducts<'_, S> {
             match self.products.operand {
                 Operand::Queries(queries) => {
                     self.score::<V>(r, queries);
-                    self.scale(r);
+                    if !self.rows.has_groups() {
+                        self.scale(r);
+                    }
                 }
                 // The weights of scaled values become the weights of their codes.
                 Operand::Outputs(outputs) => {
-                    self.scale(r);
+                    if const { !S::HAS_GROUPS } {
+                        self.scale(r);
+                    }
                     for first in self.products.keys.clone().step_by(KEY_BLOCK) {
                         let keys = first..self.products.keys.end.min(first + KEY_BLOCK);
-                        self.accumulate::<V>(r, keys, outputs);
+                        if const { S::HAS_GROUPS } {
+                            self.accumulate_groups::<V>(r, keys, outputs);
+                        } else {
+                            let weights = self.weights_of(r, keys.start);
+                            let weighted = WeightedColumns { keys, weights, columns: 0..self.rows.width };
+                            self.accumulate::<V>(r, &weighted, outputs);
+                        }
                     }
                 }
             }
@@ -114,7 +142,9 @@ impl<S: Stored> RowProducts<'_, S> {
         let d = self.rows.width;
         let lanes = V::LANES;
         let together = lanes / r;
-        let whole = d / lanes * lanes;
+        // The numbers of a block are loaded from the same elements.
+        let step = lanes.max(S::BLOCK);
+        let whole = d / step * step;
         let are_listed = self.rows.has_runs_of_one_key();
         let mut rest = keys.clone();
         while !rest.is_empty() {
@@ -131,8 +161,8 @@ impl<S: Stored> RowProducts<'_, S> {
                         self.prefetched_keys::<V>(&run, first, together)
                     };
                     let mut sums = [V::splat(0.0); MAX_LANES];
-                    for at in (0..whole).step_by(lanes) {
-                        self.add_keys(r, &mut sums, &from, at..at + lanes, queries);
+                    for at in (0..whole).step_by(step) {
+                        self.add_keys(r, &mut sums, &from, at..at + step, queries);
                     }
                     if whole < d {
                         self.add_keys(r, &mut sums, &from, whole..d, queries);
@@ -150,12 +180,16 @@ impl<S: Stored> RowProducts<'_, S> {
     /// # Safety
     /// The processor has the instruction set of V.
     #[inline(always)]
-    unsafe fn prefetched_listed_keys<V: Vector>(&self, keys: Range<usize>, count: usize) -> [*const S; MAX_LANES] {
-        let mut rows = [std::ptr::null(); MAX_LANES];
-        for (k, row) in rows[..count].iter_mut().enumerate() {
+    unsafe fn prefetched_listed_keys<V: Vector>(&self, keys: Range<usize>, count: usize) -> KeyRows<S> {
+        let first = self.rows.run(self.products.kv, keys.start..keys.start + 1);
+        let mut rows = KeyRows { numbers: [first.first; MAX_LANES], scales: [first.scales(0); MAX_LANES] };
+        for k in 0..count {
             let key = (keys.start + k).min(keys.end - 1);
             let run = self.rows.run(self.products.kv, key..key + 1);
-            *row = run.first;
+            rows.numbers[k] = run.first;
+            if S::HAS_GROUPS {
+                rows.scales[k] = run.scales(0);
+            }
             // SAFETY: as this method's contract.
             unsafe { prefetch_row::<V, S>(run.ahead, self.rows.width) };
         }
@@ -167,18 +201,22 @@ impl<S: Stored> RowProducts<'_, S> {
     /// # Safety
     /// The processor has the instruction set of V.
     #[inline(always)]
-    unsafe fn prefetched_keys<V: Vector>(&self, run: &KvRun<S>, first: usize, count: usize) -> [*const S; MAX_LANES] {
-        let mut keys = [run.first; MAX_LANES];
-        for (k, key) in keys[..count].iter_mut().enumerate() {
-            let offset = (first + k).min(run.keys.len() - 1).wrapping_mul(run.stride);
-            *key = run.first.wrapping_add(offset);
+    unsafe fn prefetched_keys<V: Vector>(&self, run: &KvRun<S>, first: usize, count: usize) -> KeyRows<S> {
+        let mut keys = KeyRows { numbers: [run.first; MAX_LANES], scales: [run.scales(0); MAX_LANES] };
+        for k in 0..count {
+            let n = (first + k).min(run.keys.len() - 1);
+            let offset = n.wrapping_mul(run.stride);
+            keys.numbers[k] = run.first.wrapping_add(offset);
+            if S::HAS_GROUPS {
+                keys.scales[k] = run.scales(n);
+            }
             // SAFETY: as this method's contract.
             unsafe { prefetch_row::<V, S>(run.ahead.wrapping_add(offset), self.rows.width) };
         }
         keys
     }
 
-    /// Adds the products of R queries with the keys that fill the sums, over a vector of D or the rest of D.
+    /// Adds the products of R queries with the keys that fill the sums, over whole vectors of D or the rest of D.
     ///
     /// # Safety
     /// As [`multiply`](Self::multiply); the keys have the elements.
@@ -187,19 +225,26 @@ impl<S: Stored> RowProducts<'_, S> {
         &self,
         r: usize,
         sums: &mut [V; MAX_LANES],
-        keys: &[*const S; MAX_LANES],
-        elements: Range<usize>,
+        keys: &KeyRows<S>,
+        numbers: Range<usize>,
         queries: *const f32,
     ) {
-        let at = elements.start;
-        let filled = elements.len();
+        let at = numbers.start;
+        let filled = V::LANES.min(numbers.len());
         let width = self.rows.width.next_multiple_of(V::LANES);
+        let has_groups = self.rows.has_groups();
         for (k, key_sums) in sums[..V::LANES].chunks_exact_mut(r).enumerate() {
-            // SAFETY: as this method's contract.
+            // SAFETY: as this method's contract; `at` is the first number of a block.
             unsafe {
-                let key: V = load_first(keys[k].add(at), filled);
-                for (row, sum) in key_sums.iter_mut().enumerate() {
-                    *sum = key.mul_add(V::load(queries.add(row * width + at)), *sum);
+                let block = keys.numbers[k].add(at / S::NUMBERS);
+                for n in (0..numbers.len()).step_by(V::LANES) {
+                    let mut key: V = load_part(block, n, filled);
+                    if has_groups {
+                        key = key.mul(V::splat(keys.scales[k].at::<S>(at)));
+                    }
+                    for (row, sum) in key_sums.iter_mut().enumerate() {
+                        *sum = key.mul_add(V::load(queries.add(row * width + at + n)), *sum);
+                    }
                 }
             }
         }
@@ -220,7 +265,7 @@ impl<S: Stored> RowProducts<'_, S> {
             for key in 0..run.keys.len() {
                 // SAFETY: as this method's contract.
                 unsafe {
-                    let scale = run.scale(key);
+                    let scale = run.scales(key).at::<S>(0);
                     for row in 0..r {
                         *numbers.add(key * r + row) *= scale;
                     }
@@ -229,28 +274,61 @@ impl<S: Stored> RowProducts<'_, S> {
         }
     }
 
+    /// Returns a pointer to the R weights of a key.
+    #[inline(always)]
+    fn weights_of(&self, r: usize, key: usize) -> *const f32 {
+        self.products.scores_or_weights.wrapping_add((key - self.products.keys.start) * r).cast_const()
+    }
+
+    /// Adds the weighted values of at most [`KEY_BLOCK`] keys, which have a scale for each group of columns. The
+    /// weights of values become the weights of the codes of a group.
+    ///
+    /// # Safety
+    /// As [`accumulate`](Self::accumulate).
+    #[inline(always)]
+    unsafe fn accumulate_groups<V: Vector>(&self, r: usize, keys: Range<usize>, outputs: OutputRows) {
+        let weights = self.weights_of(r, keys.start);
+        for group in 0..self.rows.groups.count {
+            let columns = self.rows.groups.columns(group, self.rows.width);
+            let mut scaled = [0f32; KEY_BLOCK * MOST_GROUPED_ROWS];
+            for run in self.rows.runs(self.products.kv, keys.clone()) {
+                for n in 0..run.keys.len() {
+                    let scale = run.scales(n).at::<S>(columns.start);
+                    let key = run.keys.start - keys.start + n;
+                    for row in 0..r {
+                        // SAFETY: as this method's contract.
+                        scaled[key * r + row] = unsafe { *weights.add(key * r + row) } * scale;
+                    }
+                }
+            }
+            let of_group = WeightedColumns { keys: keys.clone(), weights: scaled.as_ptr(), columns };
+            // SAFETY: as this method's contract.
+            unsafe { self.accumulate::<V>(r, &of_group, outputs) };
+        }
+    }
+
     /// Adds the weighted values of some keys to the outputs.
     ///
     /// # Safety
     /// As [`multiply`](Self::multiply); the keys have weights.
     #[inline(always)]
-    unsafe fn accumulate<V: Vector>(&self, r: usize, keys: Range<usize>, outputs: OutputRows) {
+    unsafe fn accumulate<V: Vector>(&self, r: usize, weighted: &WeightedColumns, outputs: OutputRows) {
         let most = V::ROWS * V::VECTORS;
-        let mut d = 0;
-        // SAFETY: as this method's contract; `d` counts whole vectors within D_v, then the rest of it.
+        let mut d = weighted.columns.start;
+        // SAFETY: as this method's contract; `d` counts whole vectors within the columns, then the rest of them.
         unsafe {
             // Eight sums cover the latency of a multiply-add; registers for sixteen halve the loads of weights. No more
             // than the tile of a product has, which is four on the scalar instruction set.
             if r == 1 && 8 <= most {
-                self.accumulate_columns::<V>(r, 8, &keys, outputs, &mut d);
+                self.accumulate_columns::<V>(r, 8, weighted, outputs, &mut d);
             }
             if (r <= 2 || V::LANES == MAX_LANES) && r <= 4 && 4 * r <= most {
-                self.accumulate_columns::<V>(r, 4, &keys, outputs, &mut d);
+                self.accumulate_columns::<V>(r, 4, weighted, outputs, &mut d);
             }
             if 2 * r <= most {
-                self.accumulate_columns::<V>(r, 2, &keys, outputs, &mut d);
+                self.accumulate_columns::<V>(r, 2, weighted, outputs, &mut d);
             }
-            self.accumulate_columns::<V>(r, 1, &keys, outputs, &mut d);
+            self.accumulate_columns::<V>(r, 1, weighted, outputs, &mut d);
         }
     }
 
@@ -263,15 +341,18 @@ impl<S: Stored> RowProducts<'_, S> {
         &self,
         r: usize,
         n: usize,
-        keys: &Range<usize>,
+        weighted: &WeightedColumns,
         outputs: OutputRows,
         d: &mut usize,
     ) {
-        let Products { kv, keys: all, scores_or_weights, .. } = &self.products;
         let rows = &self.rows;
         let lanes = V::LANES;
-        while *d < rows.width && (n == 1 || *d + n * lanes <= rows.width) {
-            let mut weights = scores_or_weights.wrapping_add((keys.start - all.start) * r).cast_const();
+        let end = weighted.columns.end;
+        while *d < end && (n == 1 || *d + n * lanes <= end) {
+            let mut weights = weighted.weights;
+            // The columns begin within a block of numbers, or with one: whole blocks follow whole blocks.
+            let block = *d / S::BLOCK * S::BLOCK;
+            let offset = if (n * lanes).is_multiple_of(S::BLOCK) { 0 } else { *d - block };
             // SAFETY: as this method's contract.
             unsafe {
                 // GradientSums of a few keys each, and not one over all of them, which would round more.
@@ -279,16 +360,16 @@ impl<S: Stored> RowProducts<'_, S> {
                 let mut all_values = [V::splat(0.0); MAX_VECTORS];
                 let sums = &mut all_sums[..r * n];
                 let values = &mut all_values[..n];
-                for run in rows.runs(*kv, keys.clone()) {
-                    let mut from = run.first.wrapping_add(*d);
-                    let mut ahead = run.ahead.wrapping_add(*d);
+                for run in rows.runs(self.products.kv, weighted.keys.clone()) {
+                    let mut from = run.first.wrapping_add(block / S::NUMBERS);
+                    let mut ahead = run.ahead.wrapping_add(block / S::NUMBERS);
                     for _ in 0..run.keys.len() {
                         prefetch_row::<V, S>(ahead, n * lanes);
                         if n == 1 {
-                            values[0] = load_first(from, lanes.min(rows.width - *d));
+                            values[0] = load_part(from, offset, lanes.min(end - *d));
                         } else {
                             for (vector, value) in values.iter_mut().enumerate() {
-                                *value = S::load(from.add(vector * lanes));
+                                *value = S::load_at(from, offset + vector * lanes);
                             }
                         }
                         add_products::<V>(sums, weights, 1, values);

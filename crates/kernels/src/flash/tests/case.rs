@@ -9,7 +9,7 @@ use crate::Element;
 use crate::cpu::InstructionSet;
 use crate::cpu::tests::numbers;
 use crate::flash::{
-    AttentionCall, AttentionDims, CpuCall, Dropout, DropoutMask, KeysOfQueries, KvScales, OutputLayout,
+    AttentionCall, AttentionDims, CpuCall, Dropout, DropoutMask, KeysOfQueries, KvCodeFormat, KvScales, OutputLayout,
     RequestedResults, ScoreModifiers, Strided, View, WeightIndex, attend, philox_keeps,
 };
 
@@ -19,8 +19,8 @@ pub struct Case {
     pub ranges: Vec<Range<usize>>,
     /// Whether the call has a softcap, ALiBi, a bias, a boolean mask and sinks. Otherwise it has none of them.
     pub has_modifiers: bool,
-    /// Whether keys and values have 8 bits.
-    pub q8: bool,
+    /// The format of keys and values, if they are codes.
+    pub codes: Option<KvCodeFormat>,
     /// The seed of Philox.
     pub dropout: Option<u64>,
     /// A bit for each weight, which is 1 if dropout keeps the weight.
@@ -29,17 +29,18 @@ pub struct Case {
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let Self { dims, ranges, has_modifiers, q8, .. } = self;
-        write!(f, "{dims:?}, first range {:?}, score modifiers {has_modifiers}, 8 bits {q8}", ranges.first())
+        let Self { dims, ranges, has_modifiers, codes, .. } = self;
+        write!(f, "{dims:?}, first range {:?}, score modifiers {has_modifiers}, codes {codes:?}", ranges.first())
     }
 }
 
 /// The probability that a weight is dropped.
 pub const P: f64 = 0.3;
 
-/// Rows of 8 bits.
+/// Rows of codes.
 #[derive(Clone)]
-pub struct Q8 {
+pub struct CodedRows {
+    /// The bytes of the codes.
     pub codes: Vec<u8>,
     pub scales: Vec<f32>,
     /// The numbers that codes and scales represent.
@@ -50,12 +51,50 @@ pub struct Q8 {
 pub const FOR_BACKWARD: RequestedResults =
     RequestedResults { weights: false, log_sum_exp: false, softmax_stats: true, statistics: None };
 
-pub fn quantized(count: usize, width: usize, salt: u64) -> Q8 {
-    let codes: Vec<u8> = numbers::<f32>(count * width, salt).iter().map(|x| (x * 127.9 + 128.0) as u8).collect();
-    let scales: Vec<f32> = numbers::<f32>(count, salt + 10).iter().map(|x| (x + 1.1) / 128.0).collect();
-    let wide = codes.iter().enumerate().map(|(n, &code)| (f64::from(code) - 128.0) * f64::from(scales[n / width]));
-    let numbers = wide.collect();
-    Q8 { codes, scales, numbers }
+/// Returns rows of random codes with random scales, and their numbers by the definition of the format.
+pub fn coded_rows(format: KvCodeFormat, count: usize, width: usize, salt: u64) -> CodedRows {
+    let of_row = format.bytes(width);
+    let mut codes: Vec<u8> = numbers::<f32>(count * of_row, salt).iter().map(|x| (x * 127.9 + 128.0) as u8).collect();
+    let groups = format.scales(width);
+    let largest = match format {
+        KvCodeFormat::Q8 => 128.0,
+        KvCodeFormat::E4M3 => 448.0,
+        KvCodeFormat::Q4 => 7.5,
+    };
+    if format == KvCodeFormat::E4M3 {
+        // The codes of NaN are not used.
+        codes.iter_mut().filter(|code| **code & 0x7f == 0x7f).for_each(|code| *code -= 1);
+    }
+    let scales: Vec<f32> = numbers::<f32>(count * groups, salt + 10).iter().map(|x| (x + 1.1) / largest).collect();
+    let mut rows = CodedRows { codes, scales, numbers: Vec::new() };
+    for row in 0..count {
+        for n in 0..width {
+            let scale = f64::from(rows.scales[row * groups + n * groups / width]);
+            rows.numbers.push(code_number(format, &rows.codes[row * of_row..(row + 1) * of_row], n) * scale);
+        }
+    }
+    rows
+}
+
+/// Returns number `n` of a row of codes, without its scale.
+fn code_number(format: KvCodeFormat, row: &[u8], n: usize) -> f64 {
+    match format {
+        KvCodeFormat::Q8 => f64::from(row[n]) - 128.0,
+        KvCodeFormat::E4M3 => {
+            let code = row[n];
+            let mantissa = f64::from(code & 7) / 8.0;
+            let magnitude = match code >> 3 & 15 {
+                0 => mantissa * 2f64.powi(-6),
+                exponent => (1.0 + mantissa) * 2f64.powi(i32::from(exponent) - 7),
+            };
+            if code & 0x80 == 0 { magnitude } else { -magnitude }
+        }
+        KvCodeFormat::Q4 => {
+            let byte = row[n / 32 * 16 + n % 16];
+            let code = if n % 32 < 16 { byte & 15 } else { byte >> 4 };
+            f64::from(code) - 7.5
+        }
+    }
 }
 
 impl Case {
@@ -65,7 +104,7 @@ impl Case {
             ranges: (0..dims.b * dims.t_q).map(|row| range(row % dims.t_q)).collect(),
             dims,
             has_modifiers,
-            q8: false,
+            codes: None,
             dropout: None,
             kept: Vec::new(),
         }
@@ -89,12 +128,13 @@ impl Case {
 
     pub fn data<E: Element>(&self) -> Data<E> {
         let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
+        let format = self.codes.unwrap_or(KvCodeFormat::Q8);
         Data {
             q: numbers(b * h * t_q * d, 1),
             k: numbers(b * h_kv * t_kv * d, 2),
             v: numbers(b * h_kv * t_kv * d_v, 3),
-            k_q8: quantized(b * h_kv * t_kv, d, 2),
-            v_q8: quantized(b * h_kv * t_kv, d_v, 3),
+            k_codes: coded_rows(format, b * h_kv * t_kv, d, 2),
+            v_codes: coded_rows(format, b * h_kv * t_kv, d_v, 3),
             bias: numbers(t_q * t_kv, 4),
             bool_mask: (0..t_kv).map(|key| u8::from(key % 5 != 2)).collect(),
             slopes: numbers(h, 5),
@@ -120,20 +160,23 @@ impl Case {
                 Dropout { mask: if has_modifiers { kept_bits } else { DropoutMask::Philox(seed) }, p: P }
             }),
         };
-        let kv_rows = |floats: &'a [E], rows: &'a Q8, width: usize| {
-            let strides = [h_kv * t_kv * width, t_kv * width, width];
-            match self.q8 {
-                true => View::from(Strided { data: &rows.codes[..], strides }),
-                false => Strided { data: floats, strides }.into(),
-            }
+        let strides = |width: usize| [h_kv * t_kv * width, t_kv * width, width];
+        let kv_rows = |floats: &'a [E], rows: &'a CodedRows, width: usize| match self.codes {
+            Some(format) => View::from(Strided { data: &rows.codes[..], strides: strides(format.bytes(width)) }),
+            None => Strided { data: floats, strides: strides(width) }.into(),
         };
-        let scales = |rows: &'a Q8| Strided { data: &rows.scales[..], strides: [h_kv * t_kv, t_kv, 1] }.into();
+        let kv_scales = self.codes.map(|format| {
+            let scales = |rows: &'a CodedRows, width: usize| {
+                Strided { data: &rows.scales[..], strides: strides(format.scales(width)) }.into()
+            };
+            KvScales { format, k: scales(&data.k_codes, d), v: scales(&data.v_codes, d_v) }
+        });
         AttentionCall {
             dims: self.dims,
             q: Strided { data: &data.q[..], strides: [h * t_q * d, t_q * d, d] }.into(),
-            k: kv_rows(&data.k, &data.k_q8, d),
-            v: kv_rows(&data.v, &data.v_q8, d_v),
-            kv_scales: self.q8.then(|| KvScales { k: scales(&data.k_q8), v: scales(&data.v_q8) }),
+            k: kv_rows(&data.k, &data.k_codes, d),
+            v: kv_rows(&data.v, &data.v_codes, d_v),
+            kv_scales,
             pages: None,
             keys: KeysOfQueries { ranges: &self.ranges, positions: &data.positions, ..Default::default() },
             scores,
@@ -195,7 +238,7 @@ impl Case {
         let wanted = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
         let found = attend::<E>(&self.call(&data), instruction_set, wanted).expect("a few rows");
         let lse = found.log_sum_exp.expect("requested");
-        let exact = self.exact(&data.clone().widened(self.q8));
+        let exact = self.exact(&data.clone().widened(self.codes.is_some()));
         assert!(
             lse.iter().zip(&exact.log_sum_exp).all(|(x, expected)| expected.is_finite() || f64::from(*x) == *expected)
         );
@@ -216,9 +259,9 @@ pub struct Data<E> {
     pub q: Vec<E>,
     pub k: Vec<E>,
     pub v: Vec<E>,
-    /// Replaces the keys in a case of 8 bits.
-    pub k_q8: Q8,
-    pub v_q8: Q8,
+    /// Replaces the keys in a case of codes.
+    pub k_codes: CodedRows,
+    pub v_codes: CodedRows,
     pub bias: Vec<f32>,
     pub bool_mask: Vec<u8>,
     pub slopes: Vec<f32>,
@@ -227,13 +270,13 @@ pub struct Data<E> {
 }
 
 impl<E: Element + Into<f32>> Data<E> {
-    pub fn widened(self, q8: bool) -> Data<f64> {
+    pub fn widened(self, are_codes: bool) -> Data<f64> {
         let wide = |numbers: Vec<E>| -> Vec<f64> { numbers.into_iter().map(|x| f64::from(x.into())).collect() };
-        let kv = |floats: Vec<E>, rows: &Q8| if q8 { rows.numbers.clone() } else { wide(floats) };
-        let Self { q, k, v, k_q8, v_q8, bias, bool_mask, slopes, sinks, positions } = self;
-        let k = kv(k, &k_q8);
-        let v = kv(v, &v_q8);
-        Data { q: wide(q), k, v, k_q8, v_q8, bias, bool_mask, slopes, sinks, positions }
+        let kv = |floats: Vec<E>, rows: &CodedRows| if are_codes { rows.numbers.clone() } else { wide(floats) };
+        let Self { q, k, v, k_codes, v_codes, bias, bool_mask, slopes, sinks, positions } = self;
+        let k = kv(k, &k_codes);
+        let v = kv(v, &v_codes);
+        Data { q: wide(q), k, v, k_codes, v_codes, bias, bool_mask, slopes, sinks, positions }
     }
 }
 

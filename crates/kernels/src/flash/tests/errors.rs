@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::cpu::InstructionSet;
 use crate::error::Error;
 use crate::flash::{
-    AttentionCall, AttentionDims, CpuCall, Dropout, DropoutMask, KeysOfQueries, KvScales, OutputLayout,
+    AttentionCall, AttentionDims, CpuCall, Dropout, DropoutMask, KeysOfQueries, KvCodeFormat, KvScales, OutputLayout,
     RequestedResults, ScoreModifiers, Strided, View, attend,
 };
 
@@ -51,7 +51,7 @@ fn sizes_beyond_a_slice_are_refused() {
     let short = Strided { data: &data[..7], ..rows };
     let codes = |count: usize| View::from(Strided { data: &[0u8; 8][..count], strides: rows.strides });
     let scales = |count: usize| View::from(Strided { data: &data[..count], strides: [4, 2, 1] });
-    let all_scales = Some(KvScales { k: scales(4), v: scales(4) });
+    let all_scales = Some(KvScales { format: KvCodeFormat::Q8, k: scales(4), v: scales(4) });
     let with_ranges = |other| AttentionCall { keys: KeysOfQueries { ranges: other, ..good.keys }, ..good };
     let huge = usize::MAX / 2;
     let cases = [
@@ -80,11 +80,20 @@ fn sizes_beyond_a_slice_are_refused() {
             AttentionCall {
                 k: codes(8),
                 v: codes(8),
-                kv_scales: Some(KvScales { k: scales(3), v: scales(4) }),
+                kv_scales: Some(KvScales { format: KvCodeFormat::Q8, k: scales(3), v: scales(4) }),
                 ..good
             },
             "the scales of k of [1, 2, 2] entries of 1 elements with strides [4, 2, 1] ends past the 3 elements of \
              its slice",
+        ),
+        (
+            AttentionCall {
+                k: codes(8),
+                v: codes(8),
+                kv_scales: Some(KvScales { format: KvCodeFormat::Q4, k: scales(4), v: scales(4) }),
+                ..good
+            },
+            "expected rows of k of a multiple of 32 numbers, which codes of 4 bits have, found 2",
         ),
         (AttentionCall { v: codes(8), ..good }, "expected v in f32, found numbers in u8"),
         (AttentionCall { kv_scales: all_scales, ..good }, "expected k in u8, found numbers in f32"),

@@ -9,8 +9,9 @@ use super::{numbers, on_miri_only_scalar};
 use crate::Element;
 use crate::cpu::InstructionSet;
 use crate::flash::{
-    AttentionBackwardProblem, AttentionCall, AttentionDims, AttentionResults, CpuCall, KvPages, KvScales, OutputLayout,
-    PerInput, RequestedGradients, RequestedResults, RequestedStatistics, Strided, View, attend, attend_backward,
+    AttentionBackwardProblem, AttentionCall, AttentionDims, AttentionResults, CpuCall, KvCodeFormat, KvPages, KvScales,
+    OutputLayout, PerInput, RequestedGradients, RequestedResults, RequestedStatistics, Strided, View, attend,
+    attend_backward,
 };
 
 /// The entry of a page that no query needs.
@@ -95,15 +96,17 @@ struct Pools<E> {
 }
 
 impl<E: Element> Pools<E> {
-    fn new(placement: &Placement, dims: &AttentionDims, data: &Data<E>) -> Self {
+    fn new(placement: &Placement, case: &Case, data: &Data<E>) -> Self {
+        let dims = &case.dims;
+        let format = case.codes.unwrap_or(KvCodeFormat::Q8);
         let nan = E::from_f32(f32::NAN);
         Self {
             k: placement.pool(dims, &data.k, dims.d, nan),
             v: placement.pool(dims, &data.v, dims.d_v, nan),
-            k_codes: placement.pool(dims, &data.k_q8.codes, dims.d, 255),
-            v_codes: placement.pool(dims, &data.v_q8.codes, dims.d_v, 255),
-            k_scales: placement.pool(dims, &data.k_q8.scales, 1, f32::NAN),
-            v_scales: placement.pool(dims, &data.v_q8.scales, 1, f32::NAN),
+            k_codes: placement.pool(dims, &data.k_codes.codes, format.bytes(dims.d), 255),
+            v_codes: placement.pool(dims, &data.v_codes.codes, format.bytes(dims.d_v), 255),
+            k_scales: placement.pool(dims, &data.k_codes.scales, format.scales(dims.d), f32::NAN),
+            v_scales: placement.pool(dims, &data.v_codes.scales, format.scales(dims.d_v), f32::NAN),
         }
     }
 
@@ -112,17 +115,22 @@ impl<E: Element> Pools<E> {
         let AttentionDims { h_kv, t_kv, d, d_v, .. } = plain.dims;
         let page_size = placement.page_size;
         let strides = |width: usize| [page_size * h_kv * width, width, h_kv * width];
-        let is_q8 = plain.kv_scales.is_some();
-        let rows = |floats: &'a [E], codes: &'a [u8], width: usize| match is_q8 {
-            true => View::from(Strided { data: codes, strides: strides(width) }),
-            false => View::from(Strided { data: floats, strides: strides(width) }),
+        let format = plain.kv_scales.map(|scales| scales.format);
+        let rows = |floats: &'a [E], codes: &'a [u8], width: usize| match format {
+            Some(format) => View::from(Strided { data: codes, strides: strides(format.bytes(width)) }),
+            None => View::from(Strided { data: floats, strides: strides(width) }),
         };
-        let scales = |scales: &'a [f32]| View::from(Strided { data: scales, strides: strides(1) });
+        let kv_scales = format.map(|format| {
+            let scales = |scales: &'a [f32], width: usize| {
+                View::from(Strided { data: scales, strides: strides(format.scales(width)) })
+            };
+            KvScales { format, k: scales(&self.k_scales, d), v: scales(&self.v_scales, d_v) }
+        });
         let table = placement.view(t_kv.div_ceil(page_size));
         AttentionCall {
             k: rows(&self.k, &self.k_codes, d),
             v: rows(&self.v, &self.v_codes, d_v),
-            kv_scales: is_q8.then(|| KvScales { k: scales(&self.k_scales), v: scales(&self.v_scales) }),
+            kv_scales,
             pages: Some(KvPages { table, page_size }),
             ..*plain
         }
@@ -162,13 +170,14 @@ fn check_pages<E: Element + Into<f32>>(instruction_set: InstructionSet, case: &C
         let keys = (shared * page_size).min(case.dims.t_kv);
         share_first_keys(&case.dims, &mut data.k, d, keys);
         share_first_keys(&case.dims, &mut data.v, d_v, keys);
-        share_first_keys(&case.dims, &mut data.k_q8.codes, d, keys);
-        share_first_keys(&case.dims, &mut data.v_q8.codes, d_v, keys);
-        share_first_keys(&case.dims, &mut data.k_q8.scales, 1, keys);
-        share_first_keys(&case.dims, &mut data.v_q8.scales, 1, keys);
+        let format = case.codes.unwrap_or(KvCodeFormat::Q8);
+        share_first_keys(&case.dims, &mut data.k_codes.codes, format.bytes(d), keys);
+        share_first_keys(&case.dims, &mut data.v_codes.codes, format.bytes(d_v), keys);
+        share_first_keys(&case.dims, &mut data.k_codes.scales, format.scales(d), keys);
+        share_first_keys(&case.dims, &mut data.v_codes.scales, format.scales(d_v), keys);
         let heads = if shared == 1 { case.dims.h_kv } else { 1 };
         let placement = Placement::new(case, page_size, shared, heads);
-        let pools = Pools::new(&placement, &case.dims, &data);
+        let pools = Pools::new(&placement, case, &data);
         let plain = case.call(&data);
         let paged = pools.call(&plain, &placement);
         for statistics in [None, Some(&two_keys)] {
@@ -193,8 +202,8 @@ fn check_types(instruction_set: InstructionSet, case: &Case, page_sizes: &[usize
 }
 
 /// Returns a case in which the second sequence has fewer keys, and all queries a window, if there is one.
-fn case(dims: AttentionDims, has_modifiers: bool, window: Option<usize>, q8: bool) -> Case {
-    let mut case = Case { q8, ..Case::new(dims, true, has_modifiers) };
+fn case(dims: AttentionDims, has_modifiers: bool, window: Option<usize>, codes: Option<KvCodeFormat>) -> Case {
+    let mut case = Case { codes, ..Case::new(dims, true, has_modifiers) };
     for (row, range) in case.ranges.iter_mut().enumerate() {
         if row >= dims.t_q {
             range.end = range.end.saturating_sub(dims.t_kv / 3);
@@ -211,10 +220,11 @@ fn attention_over_pages_has_the_bits_of_keys_in_one_piece() {
     for instruction_set in on_miri_only_scalar() {
         let shapes = [dims(4, 1, 131, 9, 5), dims(2, 3, 150, 16, 16), dims(4, 45, 140, 5, 9)];
         for &shape in if cfg!(miri) { &shapes[..1] } else { &shapes[..] } {
-            for (has_modifiers, window, q8) in
-                [(false, None, false), (true, None, true), (true, Some(40), false), (false, Some(21), true)]
+            let q8 = Some(KvCodeFormat::Q8);
+            for (has_modifiers, window, codes) in
+                [(false, None, None), (true, None, q8), (true, Some(40), None), (false, Some(21), q8)]
             {
-                check_types(instruction_set, &case(shape, has_modifiers, window, q8), &[16, 32, 64, 5, 1, 1]);
+                check_types(instruction_set, &case(shape, has_modifiers, window, codes), &[16, 32, 64, 5, 1, 1]);
             }
         }
     }
@@ -226,8 +236,8 @@ fn attention_over_pages_has_the_bits_of_keys_in_one_piece() {
 fn attention_over_parts_of_pages_has_the_bits_of_keys_in_one_piece() {
     for instruction_set in InstructionSet::available() {
         for shape in [dims(2, 1, 2100, 8, 8), dims(1, 20, 1100, 8, 8)] {
-            check_pages::<f32>(instruction_set, &case(shape, false, None, false), &[16, 1]);
-            check_pages::<bf16>(instruction_set, &case(shape, false, Some(1050), true), &[48]);
+            check_pages::<f32>(instruction_set, &case(shape, false, None, None), &[16, 1]);
+            check_pages::<bf16>(instruction_set, &case(shape, false, Some(1050), Some(KvCodeFormat::Q8)), &[48]);
         }
     }
 }
@@ -260,14 +270,14 @@ fn gradients_over_pages_have_the_bits_of_keys_in_one_piece() {
         let shapes = [dims(2, 3, 40, 9, 5), dims(4, 45, 140, 5, 9)];
         for &shape in if cfg!(miri) { &shapes[..1] } else { &shapes[..] } {
             let AttentionDims { b, h, h_kv, t_q, d_v, .. } = shape;
-            let case = case(shape, true, Some(21), false);
+            let case = case(shape, true, Some(21), None);
             let data = case.data::<f32>();
             let plain = case.call(&data);
             let output_grad = numbers::<f32>(b * h * t_q * d_v, 7);
             let expected = gradient_bits(plain, &output_grad, instruction_set);
             for (page_size, heads) in [(16, 1), (1, 1), (1, h_kv), (5, h_kv)] {
                 let placement = Placement::new(&case, page_size, 0, heads);
-                let pools = Pools::new(&placement, &case.dims, &data);
+                let pools = Pools::new(&placement, &case, &data);
                 let found = gradient_bits(pools.call(&plain, &placement), &output_grad, instruction_set);
                 assert!(found == expected, "{instruction_set}, {case}, pages of {page_size}, {heads} heads");
             }
@@ -279,12 +289,12 @@ fn gradients_over_pages_have_the_bits_of_keys_in_one_piece() {
 fn values_that_are_not_finite_in_pages_reach_the_same_queries() {
     for instruction_set in on_miri_only_scalar() {
         for t_q in [2, 30] {
-            let case = case(dims(2, t_q, 70, 8, 8), false, None, false);
+            let case = case(dims(2, t_q, 70, 8, 8), false, None, None);
             let mut data = case.data::<f32>();
             // Of the last key, which only the last query of the first sequence attends to, in two heads.
             data.v[(70 - 1) * 8] = f32::INFINITY;
             let placement = Placement::new(&case, 16, 0, 1);
-            let pools = Pools::new(&placement, &case.dims, &data);
+            let pools = Pools::new(&placement, &case, &data);
             let plain = case.call(&data);
             let requested = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
             let expected = attend::<f32>(&plain, instruction_set, requested).expect("keys in one piece");
@@ -298,10 +308,10 @@ fn values_that_are_not_finite_in_pages_reach_the_same_queries() {
 
 #[test]
 fn tables_that_lack_a_page_are_refused() {
-    let case = case(dims(2, 1, 40, 4, 4), false, None, false);
+    let case = case(dims(2, 1, 40, 4, 4), false, None, None);
     let data = case.data::<f32>();
     let placement = Placement::new(&case, 16, 0, 1);
-    let pools = Pools::new(&placement, &case.dims, &data);
+    let pools = Pools::new(&placement, &case, &data);
     let plain = case.call(&data);
     let good = pools.call(&plain, &placement);
     let with_table =
@@ -332,6 +342,19 @@ fn tables_that_lack_a_page_are_refused() {
         for instruction_set in InstructionSet::available() {
             let error = attend::<f32>(&call, instruction_set, RequestedResults::default()).expect_err(expected);
             assert_eq!(error.to_string(), expected);
+        }
+    }
+}
+
+#[test]
+fn attention_over_pages_of_e4m3_and_4_bits_has_the_bits_of_codes_in_one_piece() {
+    for instruction_set in on_miri_only_scalar() {
+        for format in [KvCodeFormat::E4M3, KvCodeFormat::Q4] {
+            let shapes = [dims(4, 1, 131, 64, 32), dims(2, 3, 150, 32, 128), dims(4, 45, 140, 128, 96)];
+            for &shape in if cfg!(miri) { &shapes[..1] } else { &shapes[..] } {
+                check_pages::<f32>(instruction_set, &case(shape, true, Some(40), Some(format)), &[16, 5]);
+                check_pages::<bf16>(instruction_set, &case(shape, false, None, Some(format)), &[32]);
+            }
         }
     }
 }

@@ -6,8 +6,8 @@ use super::case::{Case, dims};
 use super::on_miri_only_scalar;
 use crate::cpu::InstructionSet;
 use crate::flash::{
-    AttentionCall, AttentionDims, KeysOfQueries, OutputLayout, RequestedResults, RequestedStatistics, ScoreModifiers,
-    Statistics, Strided, WeightTile, attend,
+    AttentionCall, AttentionDims, KeysOfQueries, KvCodeFormat, OutputLayout, RequestedResults, RequestedStatistics,
+    ScoreModifiers, Statistics, Strided, WeightTile, attend,
 };
 use crate::{Element, Error};
 
@@ -33,7 +33,7 @@ fn check<E: Element + Into<f32> + PartialEq>(case: &Case, instruction_set: Instr
     }
 
     let k = top.min(t_kv);
-    let oracle = case.exact(&data.clone().widened(case.q8));
+    let oracle = case.exact(&data.clone().widened(case.codes.is_some()));
     let mut key_weight_sums = vec![0.0; b * h * t_kv];
     for row in 0..b * h * t_q {
         let head_of_batch = row / t_q;
@@ -72,9 +72,9 @@ fn statistics_with_causal_softcap_alibi_sinks_dropout_match_oracle() {
     for instruction_set in on_miri_only_scalar() {
         for (&dims, top) in used_shapes.iter().zip([5, 32, 7, 0]) {
             for (causal, has_modifiers) in [(false, false), (true, false), (true, true)] {
-                for q8 in [false, true] {
-                    let case = Case { q8, ..Case::new(dims, causal, has_modifiers) };
-                    let case = if causal && q8 { case.with_dropout(7) } else { case };
+                for codes in [None, Some(KvCodeFormat::Q8)] {
+                    let case = Case { codes, ..Case::new(dims, causal, has_modifiers) };
+                    let case = if causal && codes.is_some() { case.with_dropout(7) } else { case };
                     check::<f32>(&case, instruction_set, top, 2e-5);
                     check::<bf16>(&case, instruction_set, top, 2e-2);
                     check::<f16>(&case, instruction_set, top, 2e-3);

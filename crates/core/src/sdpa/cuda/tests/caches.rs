@@ -1,6 +1,6 @@
 //! Keys and values that a cache stores as codes of 8 bits.
 
-use candle_attention_call::{KvScales, RequestedResults};
+use candle_attention_call::{KvCodeFormat, KvScales, RequestedResults};
 use candle_core::{DType, Result, Tensor};
 
 use super::problem::{SIZES, Sizes, emulator_runs};
@@ -22,7 +22,7 @@ fn cuda_kernels_with_caches_of_8_bits_match_reference_and_cpu_kernel() -> Result
     let capacity = t_kv + 11;
     let codes = || (generator.rand((b, h_kv, capacity, d))? * 255.0)?.to_dtype(DType::U8)?.narrow(2, 0, t_kv);
     let scales = || (generator.rand((b, h_kv, capacity, 1))? * 0.02)?.narrow(2, 0, t_kv);
-    let kv_scales = KvScales { k: scales()?, v: scales()? };
+    let kv_scales = KvScales { format: KvCodeFormat::Q8, k: scales()?, v: scales()? };
     let (k, v) = (codes()?, codes()?);
     let padded = AttentionMask::causal().with_valid_lens(vec![t_kv, 9]);
     for (t_q, mask) in [(1, AttentionMask::causal()), (1, padded.clone()), (19, padded)] {

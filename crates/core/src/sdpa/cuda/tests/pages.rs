@@ -1,6 +1,6 @@
 //! Keys and values in pages, which the kernels read in place.
 
-use candle_attention_call::{KvScales, RequestedResults};
+use candle_attention_call::{KvCodeFormat, KvScales, RequestedResults};
 use candle_core::{DType, Result, Tensor};
 
 use super::problem::emulator_runs;
@@ -48,7 +48,7 @@ impl Pools {
         }
         let codes = || (generator.rand((PAGES, PAGE_SIZE, H_KV, D))? * 255.0)?.to_dtype(DType::U8);
         let scales = || with_nan((generator.rand((PAGES, PAGE_SIZE, H_KV, 1))? * 0.02)?);
-        let scales = Some(KvScales { k: scales()?, v: scales()? });
+        let scales = Some(KvScales { format: KvCodeFormat::Q8, k: scales()?, v: scales()? });
         Ok(Self { q, k: codes()?, v: codes()?, scales })
     }
 

@@ -122,7 +122,7 @@ impl Exact {
     fn new(call: &RandomCall, data: &Data<f32>, output_grad: &[f32]) -> Self {
         let RandomCall { case, biases } = call;
         let AttentionDims { b, h, t_q, t_kv, .. } = case.dims;
-        let wide = data.clone().widened(case.q8);
+        let wide = data.clone().widened(case.codes.is_some());
         let of_output: Vec<f64> = output_grad.iter().map(|x| f64::from(*x)).collect();
         let of_lse = vec![0.0; b * h * t_q];
         let entry = |Pair { b: sequence, head, query, key }: Pair| {
