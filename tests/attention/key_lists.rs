@@ -263,19 +263,21 @@ fn key_lists_of_packed_and_paged_sequences_match_separate_calls() -> Result<()> 
     check_close(&paged(&q, &k_pool, &v_pool, &sequences, &mask, &reference)?, &expected, 1e-5, "pages");
 
     let factors = random_rows(random, 8, h, d)?;
-    let check_gradients = |k: &Tensor, v: &Tensor, attend: &dyn Fn([&Tensor; 3], &SdpaOptions) -> Result<Tensor>| {
-        let inputs = [Var::from_tensor(&q)?, Var::from_tensor(k)?, Var::from_tensor(v)?];
+    let check_gradients = |own: [&Tensor; 2], attend: &dyn Fn([&Tensor; 3], &SdpaOptions) -> Result<Tensor>| {
+        let inputs = [Var::from_tensor(&q)?, Var::from_tensor(own[0])?, Var::from_tensor(own[1])?];
         let of = |chosen: &SdpaOptions| -> Result<Vec<Tensor>> {
             let ys = attend([&inputs[0], &inputs[1], &inputs[2]], chosen)?;
             gradients(&(ys * &factors)?, &[&inputs[0], &inputs[1], &inputs[2]])
         };
-        for (found, expected) in of(&options)?.iter().zip(of(&reference)?) {
-            check_close(found, &expected, 2e-5, "a gradient");
+        for (found, specified) in of(&options)?.iter().zip(of(&reference)?) {
+            check_close(found, &specified, 2e-5, "a gradient");
         }
         Ok::<(), candle_core::Error>(())
     };
-    check_gradients(&k, &v, &|[q, k, v], chosen| varlen(q, k, v, &packed, &mask, chosen))?;
-    check_gradients(&k_pool, &v_pool, &|[q, k, v], chosen| paged(q, k, v, &sequences, &mask, chosen))
+    check_gradients([&k, &v], &|inputs, chosen| varlen(inputs[0], inputs[1], inputs[2], &packed, &mask, chosen))?;
+    check_gradients([&k_pool, &v_pool], &|inputs, chosen| {
+        paged(inputs[0], inputs[1], inputs[2], &sequences, &mask, chosen)
+    })
 }
 
 #[test]

@@ -227,8 +227,8 @@ impl KeyIndexer for DeepSeekIndexer {
                 let own_keys = keys.narrow(2, attended.start, attended.len())?;
                 scores = self.scores(queries, &own_keys, start, n)?;
                 if let Some(bias) = &bias {
-                    for (score, bias) in scores.iter_mut().zip(to_vec::<f32>(&of_chunk(bias)?)?) {
-                        *score += bias;
+                    for (score, term) in scores.iter_mut().zip(to_vec::<f32>(&of_chunk(bias)?)?) {
+                        *score += term;
                     }
                 }
             }

@@ -98,15 +98,14 @@ impl CpuForward {
         let Self { call, instruction_set, softmax_stats } = self;
         let output_rows = with_contiguous_rows(output_gradient)?;
         let lse_numbers = lse_gradient.as_ref().map(to_vec).transpose()?;
-        let (output, output_gradient) = (read(output), read(&output_rows));
-        let (output, output_grad) = (output.contiguous::<E>()?, output_gradient.strided()?);
+        let (locked_output, locked_rows) = (read(output), read(&output_rows));
         let tables = QueryTables::new(call)?;
         let locked = lock(call)?;
         let problem = AttentionBackwardProblem {
             forward: views(call, &tables, &locked)?,
-            output,
+            output: locked_output.contiguous::<E>()?,
             softmax_stats,
-            output_grad,
+            output_grad: locked_rows.strided()?,
             lse_grad: lse_numbers.as_deref(),
         };
         let found = flash::attend_backward(&problem, *instruction_set, wanted);

@@ -30,13 +30,13 @@ pub(super) fn record_results<E: TensorElement>(
     let layout = call.attention.output_layout;
     let stored = swapped_for(layout, output)?;
     let shapes = [stored.shape().clone(), lse.shape().clone()];
-    let forward = ListedForward { call: Arc::new(call), instruction_set, softmax_stats };
-    let call = forward.call.clone();
-    let backward = move |output: &Tensor, gradient: &Tensor, lse_gradient: Option<Tensor>| {
+    let shared = Arc::new(call);
+    let forward = ListedForward { call: shared.clone(), instruction_set, softmax_stats };
+    let backward = move |recorded: &Tensor, gradient: &Tensor, lse_gradient: Option<Tensor>| {
         let of_output = swapped_for(layout, gradient.clone())?;
-        forward.gradients::<E>(&swapped_for(layout, output.clone())?, &of_output, lse_gradient)
+        forward.gradients::<E>(&swapped_for(layout, recorded.clone())?, &of_output, lse_gradient)
     };
-    let AttentionCall { q, k, v, scores, .. } = &call.attention;
+    let AttentionCall { q, k, v, scores, .. } = &shared.attention;
     let operands = [Some(q), Some(k), Some(v), scores.sinks.as_ref()];
     let (numbers, lse_numbers) = (to_vec::<E>(&stored)?, to_vec::<f32>(lse)?);
     let [recorded, recorded_lse] = record_two("listed-attention", &operands, shapes, numbers, lse_numbers, backward)?;

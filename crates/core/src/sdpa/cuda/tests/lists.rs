@@ -52,7 +52,15 @@ fn cuda_kernels_over_key_lists_match_reference() -> Result<()> {
             "a batch",
         )?;
     }
+    Ok(())
+}
 
+#[test]
+fn cuda_kernels_over_key_lists_in_pages_match_reference() -> Result<()> {
+    if !emulator_runs() {
+        return Ok(());
+    }
+    let generator = TorchSeed::new(41);
     // Pages of 16 positions, of which the kernels know only rows.
     let pool = || generator.randn((5, 16, H_KV, D));
     let (k_pool, v_pool) = (pool()?, pool()?);
