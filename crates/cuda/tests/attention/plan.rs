@@ -99,8 +99,8 @@ fn keys_of_8_bits_have_no_backward_kernel() -> Result<()> {
     let (k, v) = (codes(&call.k)?, codes(&call.v)?);
     let call =
         CudaCall { k, v, kv_scales: Some(KvScales { format: KvCodeFormat::Q8, k: scales.clone(), v: scales }), ..call };
-    let scales = call.kv_scales.clone().map(|scales| KvScales { format: KvCodeFormat::E4M3, ..scales });
-    check_reason(&CudaCall { kv_scales: scales, ..call.clone() }, "keys and values are codes of E4M3, expected 8 bits");
+    let e4m3 = call.kv_scales.clone().map(|of_8_bits| KvScales { format: KvCodeFormat::E4M3, ..of_8_bits });
+    check_reason(&CudaCall { kv_scales: e4m3, ..call.clone() }, "keys and values are codes of E4M3, expected 8 bits");
     let reason = plan_backward(
         &call,
         RequestedGradients { layout: OutputLayout::Bhtd, of: PerInput { q: true, ..PerInput::default() } },
