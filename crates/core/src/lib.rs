@@ -39,7 +39,7 @@ pub mod internal {
         ProjectionShape, TensorSource, detect_with, nearest_layout, projection_shape, query_weights, wrapper_prefixes,
     };
     pub use crate::position::ROTATION_CASE;
-    pub use crate::sdpa::{ATTENTION_CASES, has_relative_bias, take_alibi_slopes, without_sinks};
+    pub use crate::sdpa::{ATTENTION_CASES, METAL_CASES, has_relative_bias, take_alibi_slopes, without_sinks};
 }
 
 pub use cache::{AttentionCache, AttentionCacheConfig};

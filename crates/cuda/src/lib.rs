@@ -40,7 +40,7 @@ pub use ci_programs::{CiKernel, CiProgram};
 pub use delta::{CudaDeltaCall, CudaDeltaGradients, DeltaKernel, DeltaResults};
 pub use device::{DeviceChecks, first_use, kernels_version, launches_of_thread};
 #[cfg(feature = "emulator")]
-pub use device::{NewDevice, SourceFault, emulator_bytes_of_thread, on_new_device, without_programs};
+pub use device::{NewDevice, SourceFault, emulator_bytes_of_thread, fault_of_thread, on_new_device, without_programs};
 pub use rows::{
     Activation, AngleRows, CodedLinear, CodedNumbers, CodedValues, CodedWeight, ConvolutionCall, ConvolutionGradients,
     ConvolutionResults, DeltaGates, DeltaGatesCall, DequantizeCall, GateCall, GateGradients, GatedNormCall,

@@ -13,9 +13,10 @@ use candle_attention_cuda::shared::emulator::{
     EmulatedLaunch, EmulatedProgram, Region, compile, compiler, hash_files, target_folder,
 };
 use candle_attention_cuda::shared::{AttentionArguments, Define};
+use candle_attention_cuda::{SourceFault, fault_of_thread};
 use candle_attention_device::Fnv;
 use candle_core::op::BackpropOp;
-use candle_core::{Device, Result, Storage, Tensor};
+use candle_core::{Device, Result, Storage, Tensor, bail};
 
 use crate::copies::{CopiedMemory, memory_of};
 use crate::launch::{MetalLaunch, launches_of_thread};
@@ -83,12 +84,15 @@ fn read_at_run_time(defines: &[Define]) -> impl Iterator<Item = &Define> {
 fn library(defines: &[Define]) -> Result<Arc<EmulatedProgram>> {
     let compiled = defines.iter().filter(|define| COMPILED.contains(&define.name));
     let options: Vec<String> = compiled.map(|define| format!("-D{}={}", define.name, define.value)).collect();
+    let fault = fault_of_thread();
+    let mut key = options.clone();
+    key.extend(fault.map(|known| format!("{known:?}")));
     let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(library) = libraries.get(&options) {
+    if let Some(library) = libraries.get(&key) {
         return Ok(library.clone());
     }
-    let opened = Arc::new(EmulatedProgram::open(&build(&options, &constants_header(defines))?)?);
-    libraries.insert(options, opened.clone());
+    let opened = Arc::new(EmulatedProgram::open(&build(&options, &constants_header(defines), fault)?)?);
+    libraries.insert(key, opened.clone());
     Ok(opened)
 }
 
@@ -104,10 +108,15 @@ fn constants_header(defines: &[Define]) -> String {
 }
 
 /// Compiles a library unless it is there, and returns its path.
-fn build(options: &[String], constants: &str) -> Result<PathBuf> {
+fn build(options: &[String], constants: &str, fault: Option<SourceFault>) -> Result<PathBuf> {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     let of_cuda = package.join("../cuda/emulator");
-    let text = source::assemble();
+    let right = source::assemble();
+    let text = match fault {
+        Some(fault) if right.matches(fault.text).count() == 1 => right.replace(fault.text, fault.replacement),
+        Some(fault) => bail!("the Metal kernels do not have {:?} once", fault.text),
+        None => right,
+    };
     let mut hash = Fnv::new();
     hash.add_text(&compiler());
     hash.add_text(&text);

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_attention_cuda::shared::{AttentionArguments, Define};
+use candle_attention_device::{DiskCache, FirstUse};
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{Device, Error, MetalDevice, MetalStorage, Result, Storage, Tensor, bail};
@@ -45,6 +46,19 @@ pub(crate) fn known_failure(device: &Device, launch: impl FnOnce() -> Option<Met
     let wanted = key(&launch()?, device);
     let pipelines = PIPELINES.lock().unwrap_or_else(PoisonError::into_inner);
     pipelines.get(&wanted)?.as_ref().err().cloned()
+}
+
+/// Returns the checks of the kernels at their first use on a device: no Mac of ours has run them.
+pub(crate) fn first_use(device: &Device, version: impl FnOnce() -> String) -> Option<Arc<FirstUse>> {
+    static OF_GPUS: LazyLock<Mutex<HashMap<u64, Arc<FirstUse>>>> = LazyLock::new(Mutex::default);
+    let Device::Metal(device) = device else { return None };
+    let gpu = device.metal_device();
+    let mut of_gpus = OF_GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+    let checks = of_gpus.entry(gpu.registry_id()).or_insert_with(|| {
+        let name = format!("Metal on {}", gpu.architecture_name());
+        Arc::new(FirstUse::new(name, version(), DiskCache::of_user()))
+    });
+    Some(checks.clone())
 }
 
 /// Returns a compiled kernel, which is compiled in the first call.

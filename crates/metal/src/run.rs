@@ -1,12 +1,16 @@
 //! The launch of a kernel: on Metal through Candle's device, or on the emulator.
 
+use std::sync::Arc;
+
 use candle_attention_cuda::Unsupported;
 use candle_attention_cuda::shared::AttentionArguments;
-use candle_attention_device::switches::Switch;
+use candle_attention_device::switches::{FIRST_USE_CHECKS, Switch};
+use candle_attention_device::{FirstUse, Fnv};
 use candle_core::{Device, Result, Tensor};
 
 use crate::launch::{MetalLaunch, count_launch};
 use crate::operands::MetalOperands;
+use crate::source;
 
 /// The environment variable that turns the kernels on for a Mac, and off for the emulator.
 const VARIABLE: &str = "CANDLE_ATTENTION_METAL_KERNELS";
@@ -40,6 +44,29 @@ pub fn is_available(device: &Device) -> std::result::Result<(), Unsupported> {
         Device::Metal(_) => Err(Unsupported::new("the Metal kernels need an Apple device and the feature `metal`")),
         Device::Cpu | Device::Cuda(_) => Err(Unsupported::new("the tensors are not on Metal")),
     }
+}
+
+/// Returns the checks of the kernels at their first use on a device. There are none where no kernels run, where the
+/// environment turns the checks off, and on the emulator, unless it is a `NewDevice`.
+#[cfg_attr(
+    not(all(feature = "metal", any(target_vendor = "apple", metal_check), not(feature = "emulator"))),
+    expect(unused_variables, reason = "the emulator runs calls of any device, and others have no kernels")
+)]
+pub fn first_use(device: &Device) -> Option<Arc<FirstUse>> {
+    #[cfg(feature = "emulator")]
+    let checks = candle_attention_cuda::first_use(&Device::Cpu).map(|of_device| of_device.checks);
+    #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_check), not(feature = "emulator")))]
+    let checks = crate::metal::first_use(device, kernels_version);
+    #[cfg(not(any(feature = "emulator", all(feature = "metal", any(target_vendor = "apple", metal_check)))))]
+    let checks: Option<Arc<FirstUse>> = None;
+    checks.filter(|_| FIRST_USE_CHECKS.is_on())
+}
+
+/// Returns the version of the package and a hash of the kernels' source.
+pub fn kernels_version() -> String {
+    let mut hash = Fnv::new();
+    hash.add_text(&source::assemble());
+    format!("{}, sources {:032x}", env!("CARGO_PKG_VERSION"), hash.value())
 }
 
 /// Checks that no earlier call failed to compile the kernel of a launch. `launch` is called only if any kernel failed.

@@ -43,6 +43,7 @@ pub use function::{
 };
 pub use keys::AttentionFunction;
 pub use merge::merge_attention;
+pub use metal::METAL_CASES;
 pub use options::{Backend, OutputLayout, SdpaOptions, has_relative_bias, take_alibi_slopes, without_sinks};
 pub use packed::PackedSequences;
 pub use paged::PagedSequences;

@@ -99,9 +99,12 @@ pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Re
             or_reference(&call, fused, || reference::attend(&listed::with_all_keys(call.clone())?, wanted))
         }
         Choice::Cuda(cuda_path) => attend_on_cuda(&call, *cuda_path, wanted, || reference::attend(&call, wanted)),
-        Choice::Metal(metal_path) => {
-            or_reference(&call, metal_path.attend(&call, wanted), || reference::attend(&call, wanted))
-        }
+        Choice::Metal(metal_path) => unless_check_failed(
+            &call,
+            metal_path.check_first_use(&call),
+            || reference::attend(&call, wanted),
+            || metal_path.attend(&call, wanted),
+        ),
     }
 }
 
@@ -113,8 +116,19 @@ fn attend_on_cuda(
     wanted: RequestedResults,
     reference: impl FnOnce() -> Result<Attended>,
 ) -> Result<Attended> {
-    match cuda_path.check_first_use() {
-        Ok(()) => or_reference(call, cuda_path.attend(wanted), reference),
+    unless_check_failed(call, cuda_path.check_first_use(), reference, || cuda_path.attend(wanted))
+}
+
+/// Runs a call on kernels, or on the reference path if they fail, or failed their check at first use, and another path
+/// is allowed.
+fn unless_check_failed<T>(
+    call: &Call,
+    check: std::result::Result<(), String>,
+    reference: impl FnOnce() -> Result<T>,
+    kernels: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    match check {
+        Ok(()) => or_reference(call, kernels(), reference),
         Err(reason) if call.backend == Backend::Fused => bail!("[{}] no fused path: {reason}", call.op),
         // The check has logged the reason.
         Err(_) => reference(),

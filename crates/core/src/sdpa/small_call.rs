@@ -45,6 +45,12 @@ struct SmallCallInputs {
 }
 
 impl SmallCall {
+    /// Queries for which forward kernels run, and keys of several tiles.
+    pub const PROMPT: Self = Self { t_q: 72, t_kv: 136, has_codes: false, has_gradients: false };
+
+    /// One query, and keys that are split over blocks.
+    pub const TOKEN: Self = Self { t_q: 1, t_kv: 600, ..Self::PROMPT };
+
     /// Returns the results on a device and on the CPU.
     pub fn compare(self, device: &Device, dtype: DType, attend: RunCall) -> Result<Vec<ComparedResult>> {
         let inputs = self.inputs(dtype)?;

@@ -27,7 +27,7 @@ pub use launch::KernelArguments;
 pub use launch::launches_of_thread;
 pub(crate) use launch::{Grid, Launch};
 #[cfg(feature = "emulator")]
-pub use new_device::{NewDevice, SourceFault, on_new_device};
+pub use new_device::{NewDevice, SourceFault, fault_of_thread, on_new_device};
 pub(crate) use operands::{Operands, TensorLocks};
 
 use crate::capability::{Capability, Limits};

@@ -64,7 +64,7 @@ pub(super) fn checks_of_thread() -> Option<DeviceChecks> {
 }
 
 /// Returns the fault of the thread's device.
-pub(super) fn fault_of_thread() -> Option<SourceFault> {
+pub fn fault_of_thread() -> Option<SourceFault> {
     DEVICE.with_borrow(|device| device.as_ref().and_then(|known| known.fault))
 }
 

@@ -47,7 +47,20 @@ impl FirstUseCase {
     /// # Errors
     /// If the case failed, now or earlier: the sentence says why.
     pub fn check(&self, device: &Device, dtype: DType) -> std::result::Result<(), String> {
-        let Some(checks) = self.checks_on(device) else { return Ok(()) };
+        self.check_by(self.checks_on(device), device, dtype)
+    }
+
+    /// Checks the kernels as [`check`](Self::check) does, by the checks of another kind of device than CUDA.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn check_by(
+        &self,
+        checks: Option<Arc<FirstUse>>,
+        device: &Device,
+        dtype: DType,
+    ) -> std::result::Result<(), String> {
+        let Some(checks) = checks else { return Ok(()) };
         checks.check(self.kind(dtype), || self.outcome(device, dtype)).map_err(|failure| failure.reason)
     }
 
@@ -56,7 +69,15 @@ impl FirstUseCase {
     /// # Errors
     /// If they have.
     pub fn check_known(&self, device: &Device, dtype: DType) -> std::result::Result<(), String> {
-        let failure = self.checks_on(device).and_then(|checks| checks.known_failure(self.kind(dtype)));
+        self.check_known_by(self.checks_on(device), dtype)
+    }
+
+    /// Checks the kernels as [`check_known`](Self::check_known) does, by the checks of another kind of device.
+    ///
+    /// # Errors
+    /// As [`check_known`](Self::check_known).
+    pub fn check_known_by(&self, checks: Option<Arc<FirstUse>>, dtype: DType) -> std::result::Result<(), String> {
+        let failure = checks.and_then(|known| known.known_failure(self.kind(dtype)));
         failure.map_or(Ok(()), |known| Err(known.reason))
     }
 

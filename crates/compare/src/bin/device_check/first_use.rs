@@ -1,6 +1,6 @@
 //! The report of the cases that check kernels at their first use on a device, for an issue.
 
-use candle_attention_core::internal::{ATTENTION_CASES, QUANTIZE_CASE, ROTATION_CASE};
+use candle_attention_core::internal::{ATTENTION_CASES, METAL_CASES, QUANTIZE_CASE, ROTATION_CASE};
 use candle_attention_cuda::{DeviceChecks, device_name, first_use, kernels_version};
 use candle_attention_delta::internal::{CONVOLUTION_CASE, DELTA_BACKWARD_CASE, DELTA_CASE, GATES_CASE};
 use candle_attention_modules::base::first_use::{CaseError, FirstUseCase, KERNEL_DTYPES, allowed_error};
@@ -12,28 +12,23 @@ use super::command_line::one_line;
 /// Runs every case on a device, prints what came out, and returns whether all passed. A device without kernels has none
 /// that could fail.
 pub fn report(device: &Device) -> bool {
-    let name = match device_name(device) {
-        Ok(name) => name,
+    let Kernels { version, device: name, checked, cases } = match Kernels::of(device) {
+        Ok(kernels) => kernels,
         Err(reason) => {
             println!("no kernels: {reason}");
             return true;
         }
     };
-    let is_checked = match first_use(device) {
-        Some(DeviceChecks { have_run: false, .. }) => "yes, nobody has run them on such a device",
-        Some(_) => "only new ones, the others have been run on such a device",
-        None => "no, the environment turns the checks off",
-    };
-    println!("version: {}", kernels_version());
+    println!("version: {version}");
     println!("device: {name}");
     println!("system: {}, {}", std::env::consts::OS, std::env::consts::ARCH);
-    println!("kernels are checked at their first use: {is_checked}\n");
+    println!("kernels are checked at their first use: {checked}\n");
     println!("{:42}{:>10}{:>10}{:>10}", "largest error", "f32", "f16", "bf16");
     let mut failures = Vec::new();
-    for case in cases() {
+    for case in &cases {
         let mut cells = String::new();
         for dtype in KERNEL_DTYPES {
-            let outcome = Outcome::of(&case, device, dtype);
+            let outcome = Outcome::of(case, device, dtype);
             cells.push_str(&format!("{:>10}", outcome.cell));
             failures.extend(outcome.failure);
         }
@@ -43,7 +38,7 @@ pub fn report(device: &Device) -> bool {
     for failure in &failures {
         println!("FAILED: {failure}");
     }
-    let count = cases().len() * KERNEL_DTYPES.len();
+    let count = cases.len() * KERNEL_DTYPES.len();
     println!("{} cases passed, {} failed", count - failures.len(), failures.len());
     println!("Please paste everything from the version on into an issue of candle-attention.");
     failures.is_empty()
@@ -71,10 +66,34 @@ impl Outcome {
     }
 }
 
-/// Returns the cases of all packages.
-fn cases() -> Vec<FirstUseCase> {
-    let mut cases = ATTENTION_CASES.to_vec();
-    cases.extend([DELTA_CASE, DELTA_BACKWARD_CASE, CONVOLUTION_CASE, GATES_CASE, ROTATION_CASE, QUANTIZE_CASE]);
-    cases.extend(FIRST_USE_CASES);
-    cases
+/// The kernels of a device.
+struct Kernels {
+    version: String,
+    device: String,
+    /// Whether the first calls of a program are checked.
+    checked: &'static str,
+    cases: Vec<FirstUseCase>,
+}
+
+impl Kernels {
+    /// Returns the kernels of a device, or the reason why there are none.
+    fn of(device: &Device) -> Result<Self, String> {
+        if device.is_metal() {
+            let Some(checks) = candle_attention_metal::first_use(device) else {
+                return Err("no Metal kernel is checked in this build and environment".into());
+            };
+            let (name, version) = (checks.device().to_string(), checks.version().to_string());
+            return Ok(Self { version, device: name, checked: "yes, all of them", cases: METAL_CASES.to_vec() });
+        }
+        let name = device_name(device).map_err(|reason| reason.to_string())?;
+        let checked = match first_use(device) {
+            Some(DeviceChecks { have_run: false, .. }) => "yes, nobody has run them on such a device",
+            Some(_) => "only new ones, the others have been run on such a device",
+            None => "no, the environment turns the checks off",
+        };
+        let mut cases = ATTENTION_CASES.to_vec();
+        cases.extend([DELTA_CASE, DELTA_BACKWARD_CASE, CONVOLUTION_CASE, GATES_CASE, ROTATION_CASE, QUANTIZE_CASE]);
+        cases.extend(FIRST_USE_CASES);
+        Ok(Self { version: kernels_version(), device: name, checked, cases })
+    }
 }

@@ -21,30 +21,24 @@ const BACKWARD: FirstUseCase = FirstUseCase { operation: "attention, backward", 
 /// The cases of attention.
 pub const ATTENTION_CASES: [FirstUseCase; 5] = [FORWARD, FORWARD_OVER_CODES, DECODE, DECODE_OVER_CODES, BACKWARD];
 
-/// Queries for which the forward kernel runs, and keys of several tiles.
-const PROMPT: SmallCall = SmallCall { t_q: 72, t_kv: 136, has_codes: false, has_gradients: false };
-
-/// One query, and keys that are split over blocks.
-const TOKEN: SmallCall = SmallCall { t_q: 1, t_kv: 600, ..PROMPT };
-
 fn forward(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    PROMPT.compare(device, dtype, attend)
+    SmallCall::PROMPT.compare(device, dtype, attend)
 }
 
 fn forward_over_codes(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    SmallCall { has_codes: true, ..PROMPT }.compare(device, dtype, attend)
+    SmallCall { has_codes: true, ..SmallCall::PROMPT }.compare(device, dtype, attend)
 }
 
 fn decode(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    TOKEN.compare(device, dtype, attend)
+    SmallCall::TOKEN.compare(device, dtype, attend)
 }
 
 fn decode_over_codes(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    SmallCall { has_codes: true, ..TOKEN }.compare(device, dtype, attend)
+    SmallCall { has_codes: true, ..SmallCall::TOKEN }.compare(device, dtype, attend)
 }
 
 fn backward(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    SmallCall { has_gradients: true, ..PROMPT }.compare(device, dtype, attend)
+    SmallCall { has_gradients: true, ..SmallCall::PROMPT }.compare(device, dtype, attend)
 }
 
 /// Runs a call on the kernels, whether or not they passed a check.

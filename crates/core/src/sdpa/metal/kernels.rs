@@ -31,6 +31,17 @@ impl fmt::Display for MetalPath {
 }
 
 impl MetalPath {
+    /// Checks the kernel of the call at its first use on the device. Candle's operation needs no check.
+    ///
+    /// # Errors
+    /// If the check failed, now or earlier: the sentence says why. It has been logged.
+    pub fn check_first_use(&self, call: &Call) -> std::result::Result<(), String> {
+        match self {
+            Self::Operation(_) => Ok(()),
+            Self::Kernel(kernel) => kernel.check_first_use(call),
+        }
+    }
+
     /// Returns what runs a call, or the reasons why nothing but the reference path does.
     pub fn plan(call: &Call, wanted: RequestedResults) -> std::result::Result<Self, String> {
         let of_operation = match MetalCall::plan(call, wanted) {
@@ -59,8 +70,14 @@ pub(crate) struct MetalKernelCall {
 }
 
 impl MetalKernelCall {
-    /// Returns the call for the kernels, or the reason why they do not support it.
-    pub fn plan(call: &Call, wanted: RequestedResults) -> std::result::Result<Self, String> {
+    /// Returns the kernel.
+    pub fn kernel(&self) -> MetalKernel {
+        self.kernel
+    }
+
+    /// Returns the call for the kernels, whether or not they have failed a check, or the reason why they do not support
+    /// it.
+    pub fn unchecked(call: &Call, wanted: RequestedResults) -> std::result::Result<Self, String> {
         if wanted.weights {
             return Err("the Metal kernels do not return attention weights".into());
         }

@@ -6,6 +6,7 @@
 //! for several, a bias is multiplied by log2 e, and fully masked rows are NaN (issues 3690 and 3388 of
 //! huggingface/candle).
 
+mod first_use;
 mod kernels;
 #[cfg(test)]
 mod tests;
@@ -22,6 +23,7 @@ use super::options::SdpaOptions;
 use super::reference;
 use crate::mask::AttentionMask;
 
+pub use first_use::METAL_CASES;
 #[cfg(test)]
 pub(crate) use kernels::MetalKernelCall;
 pub(crate) use kernels::MetalPath;

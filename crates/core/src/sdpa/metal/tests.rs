@@ -1,12 +1,16 @@
 //! The calls that the operation supports and refuses. Supported calls have the reference path's numbers, computed by a
 //! stand-in made of Candle's own operations.
 
+use candle_attention_cuda::{NewDevice, SourceFault, on_new_device};
+use candle_attention_metal::launches_of_thread;
 use candle_core::{Device, Var};
 
 use super::*;
 use crate::sdpa::emulator_runs;
 use crate::sdpa::options::OutputLayout;
 use crate::sdpa::packed::PackedSequences;
+use crate::sdpa::plan::Choice;
+use crate::sdpa::run::run_on;
 
 fn shaped(q: [usize; 4], kv: [usize; 4], dtype: DType) -> Result<[Tensor; 3]> {
     let zero = |dims: [usize; 4]| Tensor::zeros(1, dtype, &Device::Cpu)?.broadcast_as(&dims);
@@ -217,6 +221,51 @@ fn metal_copies_only_tensors_that_it_would_misread() -> Result<()> {
     {
         assert_eq!(is_readable(&tensor, true), !is_copied_of_one_query, "{:?}", tensor.layout());
         assert_eq!(is_readable(&tensor, false), !is_copied, "{:?}", tensor.layout());
+    }
+    Ok(())
+}
+
+/// Every sequence has the length of the first one.
+const WRONG_LENGTHS: SourceFault =
+    SourceFault { file: "masks.cuh", text: "arguments.key_lengths + index", replacement: "arguments.key_lengths" };
+
+#[test]
+fn metal_kernel_at_first_use_is_remembered_if_right_and_left_to_the_reference_if_wrong() -> Result<()> {
+    if !emulator_runs() {
+        return Ok(());
+    }
+    let folder = tempfile::tempdir()?;
+    let right = NewDevice::new("a right device", folder.path());
+    let wrong = NewDevice::new("a device with wrong lengths", folder.path()).with_fault(WRONG_LENGTHS);
+    for (t_q, kernels) in [(72, "attention on Metal, forward"), (1, "attention on Metal, decode")] {
+        let q = draw(&[2, 2, t_q, 48], DType::BF16)?;
+        let qkv = [q, draw(&[2, 1, 80, 48], DType::BF16)?, draw(&[2, 1, 80, 48], DType::BF16)?];
+        let call = call_of(&qkv, &AttentionMask::causal(), &SdpaOptions::default())?;
+        let run = || -> Result<Tensor> {
+            let choice = match MetalPath::plan(&call, RequestedResults::default()) {
+                Ok(metal_path) => Choice::Metal(metal_path),
+                Err(reason) => Choice::Reference { reason },
+            };
+            Ok(run_on(choice, call.clone(), RequestedResults::default())?.output)
+        };
+        let launches = |device: &NewDevice| -> Result<u64> {
+            let before = launches_of_thread();
+            on_new_device(device, run)?;
+            Ok(launches_of_thread() - before)
+        };
+        let (first, second) = (launches(&right)?, launches(&right)?);
+        assert!(first > second && second > 0, "{kernels}: {first}, {second}");
+        assert_eq!(launches(&NewDevice::new("a right device", folder.path()))?, second, "in another process");
+
+        let numbers = |tensor: &Tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        let expected = reference::attend(&call, RequestedResults::default())?.output;
+        let found = on_new_device(&wrong, run)?;
+        assert_eq!(numbers(&found)?, numbers(&expected)?);
+        let reason = on_new_device(&wrong, || MetalPath::plan(&call, RequestedResults::default()).err());
+        let reason = reason.expect("a reason");
+        let part = format!("the kernels of {kernels} in bf16 failed their check on a device with wrong lengths");
+        assert!(reason.contains(&part), "{reason}");
+        assert_eq!(launches(&wrong)?, 0);
     }
     Ok(())
 }
