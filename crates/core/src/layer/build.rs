@@ -39,7 +39,8 @@ impl MultiHeadAttention {
     ///
     /// Parameters that belong to no projection (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) are read from the
     /// builder, whose dtype and device are those of the layer's inputs. Each module is called with contiguous inputs in
-    /// that dtype, and has to return the shape of its [`Projection`] in the same dtype.
+    /// that dtype, and has to return the shape of its [`Projection`](candle_attention_modules::linear::Projection) in
+    /// the same dtype.
     ///
     /// [`state_dict`](Self::state_dict), [`projections`](Self::projections) and [`save`](Self::save) of such a layer
     /// are errors.
@@ -99,7 +100,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`load`](Self::load), for more ranks than query heads, and for layer norms of whole projections. Root mean
     /// squares of whole projections (OLMo 2) are sums over all ranks, for which calls need
-    /// [`AttentionInput::with_all_reduce`].
+    /// [`AttentionInput::with_all_reduce`](crate::AttentionInput::with_all_reduce).
     pub fn load_shard(
         cfg: &MultiHeadAttentionConfig,
         layout: WeightLayout,

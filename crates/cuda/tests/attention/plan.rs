@@ -86,8 +86,14 @@ fn score_modifiers_that_do_not_fit_are_a_reason() -> Result<()> {
     check_reason(&with(ScoreModifiers { relative_bias, ..scores() }), "expected (2 or 1, 4, 159)");
     let sinks = Some(numbers(6, &[4], DType::F16)?);
     check_reason(&with(ScoreModifiers { sinks, ..scores() }), "sinks is F16, expected F32");
-    check_reason(&with(ScoreModifiers { softcap: Some(0.0), ..scores() }), "the softcap is 0");
-    check_reason(&with(ScoreModifiers { scale: f64::NAN, ..scores() }), "the scale is NaN");
+    check_reason(
+        &with(ScoreModifiers { softcap: Some(0.0), ..scores() }),
+        "softcap is 0.0, expected a finite number above zero in F32",
+    );
+    check_reason(
+        &with(ScoreModifiers { scale: f64::NAN, ..scores() }),
+        "scale is NaN, expected a finite number in F32",
+    );
     Ok(())
 }
 
