@@ -122,7 +122,7 @@ fn plot_files_are_written_as_svg_and_png() {
         ("heads", &["head 0", "head 3", "hello", SENTENCE][..]),
         ("loss", &["loss (nats)"]),
         ("before", &["Second layer before"]),
-        ("after", &["Second layer after 1 steps"]),
+        ("after", &["Second layer after 1 step"]),
     ] {
         let svg = std::fs::read_to_string(file(&format!("{picture}.svg"))).expect("an SVG");
         assert!(svg.starts_with("<svg") && parts.iter().all(|part| svg.contains(part)), "{picture}");
