@@ -11,7 +11,7 @@ pub unsafe trait KernelField: Copy {
     const TYPE: CppType;
 }
 
-/// A struct that [`kernel_struct`] declares.
+/// A struct that `kernel_struct!` declares.
 pub trait KernelStruct: KernelField {
     /// The declaration.
     const DEFINITION: StructDefinition;
