@@ -4,7 +4,7 @@
 use candle_attention_call::KvCodeFormat;
 use candle_attention_kernels::{Workers, for_each_chunk};
 use candle_attention_modules::base::rowwise::{TASK_ELEMENTS, to_vec};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 use crate::sdpa::Attended;
 
@@ -57,7 +57,9 @@ impl Hadamard {
             let sign = if common.count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
             *entry = sign / (self.block as f64).sqrt();
         }
-        let matrix = Tensor::from_vec(matrix, (self.block, self.block), rows.device())?.to_dtype(dtype)?;
+        // Converted on the CPU: Metal has no F64.
+        let matrix = Tensor::from_vec(matrix, (self.block, self.block), &Device::Cpu)?.to_dtype(dtype)?;
+        let matrix = matrix.to_device(rows.device())?;
         let blocks = rows.to_dtype(dtype)?.contiguous()?.reshape(((), self.block))?;
         blocks.matmul(&matrix)?.reshape(rows.shape())?.to_dtype(rows.dtype())
     }
