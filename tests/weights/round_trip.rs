@@ -49,8 +49,19 @@ fn masks(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Vec<String> {
     }
 }
 
+// Two tests, which run at the same time.
 #[test]
-fn layouts_round_trip_every_config_bit_for_bit() -> Result<()> {
+fn layouts_round_trip_every_config_of_even_number_bit_for_bit() -> Result<()> {
+    check_round_trips(0)
+}
+
+#[test]
+fn layouts_round_trip_every_config_of_odd_number_bit_for_bit() -> Result<()> {
+    check_round_trips(1)
+}
+
+/// Checks every second config of the grid, from the `first` on.
+fn check_round_trips(first: usize) -> Result<()> {
     let layouts = WeightLayout::all();
     let folder = tempfile::tempdir()?;
     let mut held = 0;
@@ -58,8 +69,8 @@ fn layouts_round_trip_every_config_bit_for_bit() -> Result<()> {
     let mut saved = 0;
     let mut shared_out = 0;
     // Other devices have slower products of small matrices.
-    let step = if DEVICE.is_cpu() { 1 } else { 16 };
-    for (n, cfg) in grid().into_iter().enumerate().step_by(step) {
+    let step = if DEVICE.is_cpu() { 2 } else { 32 };
+    for (n, cfg) in grid().into_iter().enumerate().skip(first).step_by(step) {
         let layer = invented(&cfg, WeightLayout::Canonical)?;
         let expected = bits(&layer)?;
         let expected_output = output(&layer)?;
@@ -100,7 +111,7 @@ fn layouts_round_trip_every_config_bit_for_bit() -> Result<()> {
         }
     }
     println!("{held} round trips, {saved} of them through files, {shared_out} to processes; {refused} refused");
-    assert!(step > 1 || held > 2_000 && refused > 2_000 && saved > 100 && shared_out > 200);
+    assert!(step > 2 || held > 1_000 && refused > 1_000 && saved > 50 && shared_out > 100);
     Ok(())
 }
 
