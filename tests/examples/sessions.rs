@@ -49,7 +49,7 @@ fn sessions_of_features_match_reviewed_texts() {
 
 /// Runs programs whose output nobody reads, as in `causal_lm .. | head -n 1`.
 #[test]
-fn closed_standard_output_is_no_error() {
+fn program_with_closed_standard_output_ends_without_error() {
     let tokens = ["--model", "tests/causal_lm/models/llama", "--ids", "5,7,9", "--max-tokens", "5"];
     for (program, args) in [("causal_lm", &tokens[..]), ("swap_in_candle_model", &[])] {
         let mut command = process::command(program);

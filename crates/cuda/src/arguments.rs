@@ -170,14 +170,14 @@ kernel_struct! {
         pub blocks: i32,
         /// Heads whose blocks start side by side, the longest blocks first; at least 1.
         pub section_heads: i32,
-        /// Backward: tiles of BACKWARD_QUERIES queries of the longest sequence.
+        /// Backward: the number of tiles of BACKWARD_QUERIES queries of the longest sequence.
         pub query_tiles: i32,
-        /// Backward: blocks of keys of the longest sequence.
+        /// Backward: the number of blocks of keys of the longest sequence.
         pub key_blocks: i32,
         /// Backward of keys: the first pair of a sequence and a key head of a launch. Pairs are counted through the key
         /// heads, then the sequences.
         pub first_pair: i32,
-        /// Backward of keys: the pairs of a launch.
+        /// Backward of keys: the number of pairs of a launch.
         pub pairs: i32,
         // ---- numbers ----
         /// The factor of products; above 0 unless MODIFIES_SCORES.
@@ -188,9 +188,9 @@ kernel_struct! {
         pub kept_weight_factor: f32,
         /// Weights whose random word is below are dropped: p * 2^32, rounded.
         pub dropout_threshold: u32,
-        /// The low half of the seed.
+        /// The lower 32 bits of the seed.
         pub dropout_seed_low: u32,
-        /// The high half of the seed.
+        /// The upper 32 bits of the seed.
         pub dropout_seed_high: u32,
         // ---- the sum of bias gradients ----
         /// The first size of `bias_gradient`: B or 1.

@@ -67,9 +67,9 @@ pub mod shared {
     #[cfg(feature = "emulator")]
     pub use crate::device::emulator;
     pub use crate::kernel_pointers::{InputPointer, OutputPointer, Pointee, RowStrides};
-    pub use crate::kernel_struct::{CppType, KernelStruct, StructDefinition, StructHeader};
+    pub use crate::kernel_struct::{CppType, KernelStruct, StructDefinition};
     pub use crate::program::Define;
-    pub use crate::source::shared_file;
+    pub use crate::source::{join_files, shared_file};
 }
 
 /// Returns the programs that continuous integration compiles for a device with some limits: the ones that it would run

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use candle_attention_device::Fnv;
 
-use crate::kernel_struct::{StructDefinition, StructHeader};
+use crate::kernel_struct::StructDefinition;
 
 /// A file of the source.
 struct SourceFile {
@@ -94,31 +94,43 @@ pub fn shared_file(name: &str) -> Option<&'static str> {
     FILES.iter().find(|file| is_shared && file.name == name).map(|file| file.text)
 }
 
-/// Returns the text of a file in which the first `#include` of each other file is replaced by its text. The headers of
-/// `arguments` can be included too.
+/// Returns the source of a program whose first file is `root`. The headers of `arguments` can be included too.
 ///
 /// # Panics
-/// If a file includes one that is neither in the list nor such a header, which a test checks for every program.
+/// As [`join_files`].
 pub(crate) fn assemble(root: &str, arguments: &StructDefinition) -> String {
-    let mut assembly = Assembly { headers: arguments.headers(), included: BTreeSet::new(), text: String::new() };
-    assembly.append(root);
-    assembly.text
+    let headers = arguments.headers();
+    join_files(root, &|name| {
+        let header = headers.iter().find(|header| header.name == name).map(|header| &header.text[..]);
+        header.or_else(|| FILES.iter().find(|file| file.name == name).map(|file| file.text))
+    })
+}
+
+/// Returns the text of a file in which the first `#include` of each other file is replaced by its text.
+///
+/// # Panics
+/// If a file includes one without a text, which a test checks for every program.
+pub fn join_files<'t>(root: &str, text_of: &dyn Fn(&str) -> Option<&'t str>) -> String {
+    let mut joined = JoinedFiles { text_of, included: BTreeSet::new(), text: String::new() };
+    joined.append(root);
+    joined.text
 }
 
 /// The source as far as it was put together.
-struct Assembly {
-    headers: Vec<StructHeader>,
+struct JoinedFiles<'f, 't> {
+    text_of: &'f dyn Fn(&str) -> Option<&'t str>,
     included: BTreeSet<String>,
     text: String,
 }
 
-impl Assembly {
+impl JoinedFiles<'_, '_> {
     /// Appends a file, unless it was included before.
     fn append(&mut self, name: &str) {
         if !self.included.insert(name.into()) {
             return;
         }
-        for line in self.file(name).lines() {
+        let file = (self.text_of)(name).unwrap_or_else(|| panic!("the kernels have no file {name}"));
+        for line in file.lines() {
             if line.trim() == "#pragma once" {
                 continue;
             }
@@ -131,21 +143,12 @@ impl Assembly {
             }
         }
     }
-
-    /// Returns the text of a file.
-    fn file(&self, name: &str) -> String {
-        if let Some(header) = self.headers.iter().find(|header| header.name == name) {
-            return header.text.clone();
-        }
-        let file = FILES.iter().find(|file| file.name == name);
-        file.unwrap_or_else(|| panic!("the kernels have no file {name}")).text.into()
-    }
 }
 
-/// Returns the name in `#include "name.cuh"`. Other files are the emulator's.
+/// Returns the name in `#include "name.cuh"` or `#include "name.metal"`. Other files are the emulator's.
 fn included_name(line: &str) -> Option<&str> {
     let name = line.trim().strip_prefix("#include \"")?.strip_suffix('"')?;
-    name.ends_with(".cuh").then_some(name)
+    (name.ends_with(".cuh") || name.ends_with(".metal")).then_some(name)
 }
 
 #[cfg(test)]

@@ -116,8 +116,8 @@ impl FirstUse {
     /// Returns what the log says of a failure.
     fn report(&self, failure: &Failure) -> String {
         format!(
-            "{}. Other operations run instead. Please report this line in an issue of candle-attention, with the output \
-             of `device_check --first-use`: version {}",
+            "{}. Other operations run instead. Please report this line in an issue of candle-attention, with the \
+             output of `device_check --first-use`: version {}",
             failure.reason, self.version
         )
     }

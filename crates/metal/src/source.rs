@@ -1,9 +1,7 @@
 //! The kernels' source as one text: files in `kernels/`, files of the CUDA kernels, and texts that are printed from
 //! structs in Rust.
 
-use std::collections::BTreeSet;
-
-use candle_attention_cuda::shared::{AttentionArguments, Define, KernelStruct, StructHeader, shared_file};
+use candle_attention_cuda::shared::{AttentionArguments, Define, KernelStruct, join_files, shared_file};
 
 use crate::buffers;
 
@@ -28,9 +26,15 @@ const ROOT: &str = "attention.metal";
 /// Returns the source without the constants of a program.
 pub(crate) fn assemble() -> String {
     let headers = AttentionArguments::DEFINITION.headers();
-    let mut joined = JoinedSource { headers, included: BTreeSet::new(), text: String::new() };
-    joined.append(ROOT);
-    joined.text
+    let buffers_header = buffers::header();
+    join_files(ROOT, &|name| {
+        if name == buffers::HEADER {
+            return Some(&buffers_header);
+        }
+        let header = headers.iter().find(|header| header.name == name).map(|header| &header.text[..]);
+        let own = || FILES.iter().find(|file| file.name == name).map(|file| file.text);
+        header.or_else(own).or_else(|| shared_file(name))
+    })
 }
 
 /// Returns the source of a program.
@@ -40,52 +44,6 @@ pub(crate) fn of_program(defines: &[Define]) -> String {
         text += &format!("#define {} {}\n", define.name, define.value);
     }
     text + &assemble()
-}
-
-/// The source as far as it was put together.
-struct JoinedSource {
-    headers: Vec<StructHeader>,
-    included: BTreeSet<String>,
-    text: String,
-}
-
-impl JoinedSource {
-    /// Appends a file, unless it was included before.
-    fn append(&mut self, name: &str) {
-        if !self.included.insert(name.into()) {
-            return;
-        }
-        for line in self.file(name).lines() {
-            if line.trim() == "#pragma once" {
-                continue;
-            }
-            match included_name(line) {
-                Some(inner) => self.append(inner),
-                None => {
-                    self.text.push_str(line);
-                    self.text.push('\n');
-                }
-            }
-        }
-    }
-
-    /// Returns the text of a file.
-    fn file(&self, name: &str) -> String {
-        if name == buffers::HEADER {
-            return buffers::header();
-        }
-        if let Some(header) = self.headers.iter().find(|header| header.name == name) {
-            return header.text.clone();
-        }
-        let own = FILES.iter().find(|file| file.name == name).map(|file| file.text);
-        own.or_else(|| shared_file(name)).unwrap_or_else(|| panic!("the kernels have no file {name}")).into()
-    }
-}
-
-/// Returns the name in `#include "name.cuh"` or `#include "name.metal"`. Other files are the emulator's.
-fn included_name(line: &str) -> Option<&str> {
-    let name = line.trim().strip_prefix("#include \"")?.strip_suffix('"')?;
-    (name.ends_with(".cuh") || name.ends_with(".metal")).then_some(name)
 }
 
 #[cfg(test)]

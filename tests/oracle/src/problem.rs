@@ -2,17 +2,7 @@
 //!
 //! Everything that differs between calls, such as masks, biases and dropout, is a function of a query and a key.
 
-/// The letters of the crate's glossary.
-#[derive(Debug, Clone, Copy)]
-pub struct Dims {
-    pub b: usize,
-    pub h: usize,
-    pub h_kv: usize,
-    pub t_q: usize,
-    pub t_kv: usize,
-    pub d: usize,
-    pub d_v: usize,
-}
+pub use candle_attention_call::AttentionDims as Dims;
 
 /// A query of a head, and a key.
 #[derive(Debug, Clone, Copy)]

@@ -352,7 +352,7 @@ fn lost<T>(missing: &str, found: &str) -> Result<T> {
 /// Returns the error of an adapter, one of several, that has another value of what all sequences of a batch share.
 pub(super) fn shared_by_sequences(adapter: &str, what: &str) -> Result<()> {
     bail!(
-        "[{OP}] the adapter {adapter:?} has another {what}, which sequences of a batch share, expected low-rank matrices \
-         alone"
+        "[{OP}] the adapter {adapter:?} has another {what}, which sequences of a batch share, expected low-rank \
+         matrices alone"
     )
 }

@@ -58,7 +58,7 @@ impl KvPoolConfig {
     }
 
     /// Sets the format of keys and values that are stored as codes: what [`with_q8`](Self::with_q8),
-    /// [`with_e4m3`](Self::with_e4m3) and [`with_q4`](Self::with_q4) set. The default is none: they are stored as floats.
+    /// [`with_e4m3`](Self::with_e4m3) and [`with_q4`](Self::with_q4) set. By default they are stored as floats.
     pub fn with_codes(mut self, codes: impl Into<Option<KvCodeFormat>>) -> Self {
         self.codes = codes.into();
         self

@@ -37,7 +37,7 @@ pub(crate) struct Positions {
     pub entries: Vec<u32>,
     /// T.
     pub t: usize,
-    /// The largest entry + 1, or 0.
+    /// The largest entry + 1; 0 without entries.
     pub length: usize,
 }
 

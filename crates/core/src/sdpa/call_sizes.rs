@@ -62,8 +62,8 @@ pub(super) fn check_stored(
             if !keys.is_empty() && keys.start < first_key + first {
                 bail!(
                     "[{op}] a query of sequence {s} may attend to the key at position {}, but the pages before \
-                     position {first} were released; expected a shorter window in the mask, or pages that were released \
-                     later",
+                     position {first} were released; expected a shorter window in the mask, or pages that were \
+                     released later",
                     keys.start - first_key
                 )
             }

@@ -26,9 +26,9 @@ pub(super) struct CallSizes {
     pub sequences: usize,
     pub heads: usize,
     pub key_heads: usize,
-    /// T_q, or the queries of all packed sequences.
+    /// T_q, or the number of queries of all packed sequences.
     pub queries: usize,
-    /// T_kv, or the keys of all packed sequences.
+    /// T_kv, or the number of keys of all packed sequences.
     pub keys: usize,
     pub head_dim: usize,
     pub value_dim: usize,

@@ -1,6 +1,6 @@
 //! Calls of the kernels for the oracle, which computes attention and its gradients in f64.
 
-use attention_oracle::problem::{Dims, Pair, Problem};
+use attention_oracle::problem::{Pair, Problem};
 use candle_attention_cuda::{AttentionDims, BoundedKeys, CudaCall, DropoutMask, FirstPosition, KvScales};
 use candle_attention_kernels::flash::{WeightIndex, philox_keeps};
 use candle_core::{DType, Result, Tensor};
@@ -283,9 +283,8 @@ impl<'a> CallNumbers<'a> {
 
     /// Runs the oracle.
     fn with_problem<T>(&self, run: impl FnOnce(&Problem) -> T) -> T {
-        let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = self.call.dims;
         run(&Problem {
-            dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v },
+            dims: self.call.dims,
             q: &self.q.values,
             k: &self.k.values,
             v: &self.v.values,

@@ -147,7 +147,7 @@ fn relative_error(found: &Tensor, expected: &Tensor) -> Result<f64> {
 }
 
 /// Returns numbers from -1.5 to 1.5 on the CPU that look random and are the same in every call, rounded to a dtype.
-/// Another seed has other numbers.
+/// Each seed gives different numbers.
 pub fn case_numbers(shape: &[usize], seed: u64, dtype: DType) -> Result<Tensor> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut next = || {

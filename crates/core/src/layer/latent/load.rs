@@ -46,8 +46,8 @@ impl MultiHeadLatentAttention {
 
     /// Loads one rank's shard of a layer, some of its heads, from Candle's sharded builder or one of whole tensors:
     /// tensor parallelism as in [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard). Every rank
-    /// has the whole projections that compress tokens, and a whole cache. [`config`](Self::config) returns the config of
-    /// the shard.
+    /// has the whole projections that compress tokens, and a whole cache. [`config`](Self::config) returns the config
+    /// of the shard.
     ///
     /// # Errors
     /// As [`new`](Self::new), and for more ranks than heads.

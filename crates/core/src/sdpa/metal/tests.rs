@@ -126,8 +126,8 @@ fn metal_path_is_the_operation_then_the_kernel_and_otherwise_has_both_reasons() 
     assert_eq!(dropped, "candle_nn::ops::sdpa has no dropout, and the Metal kernels have no dropout");
     let variable = Var::zeros((2, 4, 9, 64), DType::F16, &Device::Cpu)?;
     let tracked = [variable.as_tensor().clone(), usual[1].clone(), usual[2].clone()];
-    let expected = "candle_nn::ops::sdpa has no gradients, and an input is tracked for them, and the Metal kernels have \
-                    no gradients";
+    let expected = "candle_nn::ops::sdpa has no gradients, and an input is tracked for them, and the Metal kernels \
+                    have no gradients";
     assert_eq!(path(&tracked, &none, &plain())?, expected);
     let few = shaped([2, 4, 2, 64], [2, 2, 600, 64], DType::F16)?;
     assert_eq!(path(&few, &window, &plain())?, "the Metal decode kernel with the keys in 4 parts");

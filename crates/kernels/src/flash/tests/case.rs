@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use attention_oracle::problem::{Dims, Forward, Pair, Problem};
+use attention_oracle::problem::{Forward, Pair, Problem};
 
 use crate::Element;
 use crate::cpu::InstructionSet;
@@ -191,7 +191,7 @@ impl Case {
         relative_bias: &dyn Fn(Pair) -> f64,
         run: impl FnOnce(&Problem) -> T,
     ) -> T {
-        let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
+        let AttentionDims { t_q, t_kv, .. } = self.dims;
         let has_modifiers = self.has_modifiers;
         let sinks: Vec<f64> = data.sinks.iter().map(|sink| f64::from(*sink)).collect();
         let bias = |pair: Pair| {
@@ -213,7 +213,7 @@ impl Case {
             None => 1.0,
         };
         run(&Problem {
-            dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v },
+            dims: self.dims,
             q: &data.q,
             k: &data.k,
             v: &data.v,
