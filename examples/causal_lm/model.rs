@@ -137,28 +137,23 @@ impl CausalLm {
         })
     }
 
-    /// Returns the rotary configs of the layers that have one.
-    fn ropes(&self) -> impl Iterator<Item = &RopeConfig> {
-        self.blocks.attentions().filter_map(|attention| attention.rope().map(|(rope, _)| rope))
-    }
-
     /// Returns the first rotary scaling whose frequencies depend on the number of positions, if a layer has one.
     pub fn length_dependent_scaling(&self) -> Option<&RopeScaling> {
-        let mut scalings = self.ropes().map(RopeConfig::scaling);
+        let mut scalings = self.blocks.ropes().map(RopeConfig::scaling);
         scalings.find(|scaling| matches!(scaling, RopeScaling::Dynamic { .. } | RopeScaling::LongRope { .. }))
     }
 
     /// Returns whether a call that reaches `len` positions rotates by other frequencies than one that reached
     /// `earlier`.
     pub fn frequencies_differ(&self, earlier: usize, len: usize) -> bool {
-        self.ropes().any(|rope| rope.frequencies_differ(earlier, len))
+        self.blocks.frequencies_differ(earlier, len)
     }
 
     /// Returns whether caches of `cached` positions have to be computed again before a call that reaches `len`
     /// positions, which is so where LongRoPE changes its factors. With dynamic scaling cached keys stay as they are:
     /// the frequencies differ in every call, and transformers keeps the keys too.
     pub fn cached_keys_expire(&self, cached: usize, len: usize) -> bool {
-        let mut long = self.ropes().filter(|rope| matches!(rope.scaling(), RopeScaling::LongRope { .. }));
+        let mut long = self.blocks.ropes().filter(|rope| matches!(rope.scaling(), RopeScaling::LongRope { .. }));
         long.any(|rope| rope.frequencies_differ(cached, len))
     }
 

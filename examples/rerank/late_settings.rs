@@ -19,6 +19,9 @@ use crate::texts::tokenizer;
 /// The module that says which tokens are scored.
 const MASK: &str = "MultiVectorMask";
 
+/// The settings of a whole checkpoint that both sentence-transformers and PyLate write.
+pub const KEYS: [&str; 5] = ["__version__", "model_type", "prompts", "default_prompt_name", "similarity_fn_name"];
+
 /// The settings of a model with a vector for each token.
 pub struct LateSettings {
     /// The folder of the model, below that of the checkpoint.
@@ -61,7 +64,7 @@ impl LateSettings {
 
     /// Reads the modules that `modules.json` lists.
     fn of_modules(folder: &Path, prompts: Fields, device: &Device) -> Result<Self> {
-        prompts.only(&["__version__", "model_type", "prompts", "default_prompt_name", "similarity_fn_name"])?;
+        prompts.only(&KEYS)?;
         refuse_default_prompt(&prompts)?;
         let is_mean = match prompts.text("similarity_fn_name")? {
             None | Some("maxsim") => false,
@@ -99,14 +102,13 @@ impl LateSettings {
         let mut json = read_json(&folder.join("tokenizer.json"))?;
         for marker in &self.markers {
             let word = marker.split_whitespace().next().unwrap_or_default();
-            let names = [marker.as_str(), word];
-            let Some(name) = names.into_iter().find(|name| own.token_to_id(name).is_some()) else { continue };
-            if let Some(id) = own.token_to_id(name)
-                && own.encode_with(name, SpecialTokens::Without)?.tokens != [name]
-            {
-                add_token(&mut json, name, id)?;
-                own = SimpleTokenizer::from_bytes(json.to_string())?;
+            let named = [marker.as_str(), word].into_iter().find_map(|name| Some((name, own.token_to_id(name)?)));
+            let Some((name, id)) = named else { continue };
+            if own.encode_with(name, SpecialTokens::Without)?.tokens == [name] {
+                continue;
             }
+            add_token(&mut json, name, id)?;
+            own = SimpleTokenizer::from_bytes(json.to_string())?;
         }
         Ok(own)
     }

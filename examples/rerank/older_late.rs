@@ -6,12 +6,12 @@ use candle_attention::weights::Checkpoint;
 use candle_core::{DType, Device, Result, bail};
 use serde_json::{Map, Value, json};
 
-use crate::common::{EXAMPLE, read_json, read_optional};
+use crate::common::{EXAMPLE, read_optional};
 use crate::embedding::fields::Fields;
 use crate::embedding::pipeline::Steps;
 use crate::embedding::prompts::PROMPTS;
 use crate::embedding::transformer::{Expansion, TransformerSettings};
-use crate::late_settings::{Backbone, LateSettings, TokenMask, listed, refuse_default_prompt, words};
+use crate::late_settings::{Backbone, KEYS, LateSettings, TokenMask, listed, refuse_default_prompt, words};
 
 /// The settings that only PyLate writes.
 const PYLATE: [&str; 9] = [
@@ -33,8 +33,6 @@ const PROJECTION: &str = "linear.weight";
 
 /// The number of tokens of a question with its expansion, if the files have none.
 const QUESTION_TOKENS: usize = 32;
-/// The characters that are not scored in passages, if the files have no list.
-const PUNCTUATION: &str = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~";
 
 /// Returns whether the settings are PyLate's.
 pub fn is_pylate(settings: &Fields) -> Result<bool> {
@@ -47,8 +45,7 @@ pub fn is_pylate(settings: &Fields) -> Result<bool> {
 
 /// Reads PyLate's settings. Its modules are the model and projections; vectors are normalised after them.
 pub fn pylate(folder: &Path, settings: &Fields, device: &Device) -> Result<LateSettings> {
-    let known = ["__version__", "model_type", "prompts", "default_prompt_name", "similarity_fn_name"];
-    settings.only(&[&known[..], &PYLATE].concat())?;
+    settings.only(&[&KEYS[..], &PYLATE].concat())?;
     refuse_default_prompt(settings)?;
     let is_mean = match settings.text("similarity_fn_name")? {
         None | Some("MaxSim" | "maxsim" | "cosine" | "dot") => false,
@@ -112,10 +109,8 @@ pub fn is_colbert(folder: &Path) -> Result<bool> {
 
 /// Reads the settings of ColBERT's own code. The projection is among the weights of the model.
 pub fn colbert(folder: &Path, device: &Device) -> Result<LateSettings> {
-    let path = folder.join(METADATA);
-    let json = if path.is_file() { read_json(&path)? } else { json!({}) };
     // Most other settings are about training and the index.
-    let metadata = Fields::of(METADATA, json)?;
+    let metadata = Fields::read(folder, METADATA)?;
     if !matches!(metadata.text("similarity")?, None | Some("cosine")) {
         return metadata.fail("similarity", "\"cosine\"");
     }
@@ -156,9 +151,9 @@ pub fn colbert(folder: &Path, device: &Device) -> Result<LateSettings> {
     })
 }
 
-/// Returns the characters that are not scored, each as a token.
+/// Returns the characters that are not scored if the files have no list, each as a token.
 fn punctuation() -> Vec<String> {
-    PUNCTUATION.chars().map(String::from).collect()
+    ('!'..='~').filter(char::is_ascii_punctuation).map(String::from).collect()
 }
 
 /// Returns the settings of prompts.

@@ -30,7 +30,7 @@ enum Method {
     Card,
 }
 
-/// How the pairs of a checkpoint become tokens.
+/// The way in which pairs of a checkpoint become tokens.
 pub struct Pairs<'a> {
     pub tokenizer: SimpleTokenizer,
     /// The kind of the head that scores pairs.
@@ -101,7 +101,8 @@ impl<'a> Pairs<'a> {
                 Parts::Tokenizer { first: format!("{prompt}{question}") }
             }
             Method::Template(template) => {
-                let end = self.end_of(template, prompt)?;
+                let render = |filler: &str| template.render(prompt, &pair(filler, filler));
+                let end = End::find(template, &self.tokenizer, self.most, render)?;
                 Parts::Template { template, prompt, question, end }
             }
             Method::Card => {
@@ -118,14 +119,6 @@ impl<'a> Pairs<'a> {
         };
         Ok(Question { pairs: self, parts })
     }
-
-    /// Returns the tokens that a template puts after every text, if texts are cut and end with them.
-    fn end_of(&self, template: &ChatTemplate, prompt: Option<&str>) -> Result<Option<End>> {
-        if self.most.is_none() || !template.settings.restores_suffix {
-            return Ok(None);
-        }
-        End::find(&self.tokenizer, |filler| template.render(&messages(prompt, filler, filler)))
-    }
 }
 
 impl Question<'_> {
@@ -139,7 +132,7 @@ impl Question<'_> {
         let mut encoding = match &self.parts {
             Parts::Tokenizer { first } => tokenizer.encode_pair(first, &letters)?,
             Parts::Template { template, prompt, question, end } => {
-                let text = template.render(&messages(*prompt, question, &letters))?;
+                let text = template.render(*prompt, &pair(question, &letters))?;
                 encode_rendered(tokenizer, &text, self.pairs.most, end.as_ref())?
             }
             Parts::Card { before, start, after } => self.encode_between(before, &format!("{start}{letters}"), after)?,
@@ -167,11 +160,9 @@ impl Question<'_> {
     }
 }
 
-/// Returns the messages of a pair, after a prompt if there is one.
-fn messages<'a>(prompt: Option<&'a str>, question: &'a str, passage: &'a str) -> Vec<Message<'a>> {
-    let system = prompt.map(|text| Message { role: "system", text });
-    let pair = [Message { role: "query", text: question }, Message { role: "document", text: passage }];
-    system.into_iter().chain(pair).collect()
+/// Returns the messages of a pair.
+fn pair<'a>(question: &'a str, passage: &'a str) -> [Message<'a>; 2] {
+    [Message { role: "query", text: question }, Message { role: "document", text: passage }]
 }
 
 /// Checks that a template's text of a pair has the question and the passage.
@@ -179,7 +170,7 @@ fn messages<'a>(prompt: Option<&'a str>, question: &'a str, passage: &'a str) ->
 /// # Errors
 /// If it has not, such as that of a template of chats, which reads messages of the user alone.
 fn check_pairs(template: &ChatTemplate) -> Result<()> {
-    let text = |question, passage| template.render(&messages(None, question, passage));
+    let text = |question, passage| template.render(None, &pair(question, passage));
     let first = text("0", "0")?;
     if text("1 2", "0")? == first || text("0", "1 2")? == first {
         bail!(

@@ -62,17 +62,14 @@ impl<'a> ChatTexts<'a> {
         most: Option<usize>,
     ) -> Result<Self> {
         let prompt = prompt.filter(|prompt| !prompt.is_empty());
-        let first = rendered(template, prompt, "0")?;
-        if rendered(template, prompt, "1 2")? == first {
+        let first = template.render(prompt, &[user("0")])?;
+        if template.render(prompt, &[user("1 2")])? == first {
             bail!("[{EXAMPLE}] the chat template ignores the text, expected one with the role \"user\"")
         }
-        if prompt.is_some() && rendered(template, None, "0")? == first {
+        if prompt.is_some() && template.render(None, &[user("0")])? == first {
             bail!("[{EXAMPLE}] the chat template ignores the prompt, expected one with the role \"system\"")
         }
-        let mut end = None;
-        if most.is_some() && template.settings.restores_suffix {
-            end = End::find(tokenizer, |filler| rendered(template, prompt, filler))?;
-        }
+        let end = End::find(template, tokenizer, most, |filler| template.render(prompt, &[user(filler)]))?;
         Ok(Self { template, prompt, tokenizer: tokenizer.clone(), most, end })
     }
 
@@ -81,7 +78,7 @@ impl<'a> ChatTexts<'a> {
     /// # Errors
     /// As the tokenizer and the template, and if there is no token.
     pub fn encode(&self, text: &str) -> Result<Encoding> {
-        let whole = rendered(self.template, self.prompt, text)?;
+        let whole = self.template.render(self.prompt, &[user(text)])?;
         let encoding = encode_rendered(&self.tokenizer, &whole, self.most, self.end.as_ref())?;
         if encoding.ids.is_empty() {
             bail!("[{EXAMPLE}] {text:?} has no token")
@@ -90,11 +87,7 @@ impl<'a> ChatTexts<'a> {
     }
 }
 
-/// Returns the template's text of a user's message, after a message of the system if there is one.
-fn rendered(template: &ChatTemplate, prompt: Option<&str>, text: &str) -> Result<String> {
-    let user = Message { role: "user", text };
-    match prompt {
-        Some(prompt) => template.render(&[Message { role: "system", text: prompt }, user]),
-        None => template.render(&[user]),
-    }
+/// Returns a message of the user.
+fn user(text: &str) -> Message<'_> {
+    Message { role: "user", text }
 }

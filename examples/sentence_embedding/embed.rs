@@ -30,7 +30,7 @@ pub struct Embedder<'a> {
     pub batch: NonZeroUsize,
 }
 
-/// How sentences become tokens.
+/// The way in which sentences become tokens.
 pub struct Sentences<'a> {
     pub tokenizer: &'a SimpleTokenizer,
     pub pipeline: &'a Pipeline,

@@ -12,7 +12,7 @@ mod blocks;
 mod published;
 
 use candle_attention::text::EmbeddingLayer;
-use candle_attention::{AttentionMask, PackedSequences, RopeConfig, RopeScaling};
+use candle_attention::{AttentionMask, PackedSequences};
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{Embedding, VarBuilder};
 use serde_json::Value;
@@ -151,8 +151,6 @@ pub struct Encoder {
     last_norm: Option<Norm>,
     /// Whether texts are concatenated without padding. Relative positions by content need texts of one length.
     packs: bool,
-    /// The most tokens of a text with which its rotary frequencies do not depend on its length.
-    unscaled: usize,
     /// The most tokens of a text that the model has positions for.
     pub max_tokens: Option<usize>,
 }
@@ -215,7 +213,6 @@ impl Encoder {
             embedding_norm,
             last_norm,
             packs: blocks.attention(0).is_none_or(|first| first.config().content_positions().is_none()),
-            unscaled: unscaled_tokens(&blocks),
             blocks,
             max_tokens,
         })
@@ -264,7 +261,8 @@ impl Encoder {
         segments: &[u32],
         mut attend: impl FnMut(&Attention, Input) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        if self.packs && texts.iter().all(|text| text.len() <= self.unscaled) {
+        // Longer texts in one batch would all have the frequencies of the longest.
+        if self.packs && !texts.iter().any(|text| self.blocks.frequencies_differ(1, text.len())) {
             let lens: Vec<_> = texts.iter().map(|ids| ids.len()).collect();
             let sequences = PackedSequences::from_lens(&lens, &lens)?;
             let xs = self.blocks.forward(self.embed(texts, segments)?, |_, attention, input| {
@@ -323,16 +321,4 @@ impl Encoder {
 fn padding_token(json: &Value) -> usize {
     // MPNet has a fixed one.
     if json["model_type"] == "mpnet" { 1 } else { size(json, "pad_token_id").unwrap_or(1) }
-}
-
-/// Returns the most tokens of a text with which rotary frequencies do not depend on the text's length. Longer
-/// texts in one batch would all have the frequencies of the longest.
-fn unscaled_tokens(blocks: &Blocks) -> usize {
-    let rope = blocks.attention(0).and_then(|first| first.config().rope());
-    match rope.map(RopeConfig::scaling) {
-        Some(RopeScaling::Dynamic { original_context, .. } | RopeScaling::LongRope { original_context, .. }) => {
-            *original_context
-        }
-        _ => usize::MAX,
-    }
 }

@@ -16,7 +16,7 @@ mod mlp;
 mod nomic;
 pub mod weights;
 
-use candle_attention::{AttentionMask, MultiHeadAttention};
+use candle_attention::{AttentionMask, MultiHeadAttention, RopeConfig};
 use candle_core::{Result, Tensor, bail};
 
 use attention::{Attention, Input};
@@ -91,6 +91,17 @@ impl Blocks {
             Attention::MultiHead(attention) => Some(attention),
             Attention::Latent(_) | Attention::Linear(_) => None,
         }
+    }
+
+    /// Returns the rotary configs of the layers that have one.
+    pub fn ropes(&self) -> impl Iterator<Item = &RopeConfig> {
+        self.attentions().filter_map(|attention| attention.rope().map(|(rope, _)| rope))
+    }
+
+    /// Returns whether a call that reaches `len` positions rotates by other frequencies than one that reached
+    /// `earlier`.
+    pub fn frequencies_differ(&self, earlier: usize, len: usize) -> bool {
+        self.ropes().any(|rope| rope.frequencies_differ(earlier, len))
     }
 
     /// Returns the layers of softmax attention, which have attention weights.

@@ -64,20 +64,30 @@ impl ByTransformersNames {
     }
 }
 
+/// Returns the error about a tensor that is missing.
+pub fn missing(name: &str) -> Error {
+    Error::CannotFindTensor { path: name.to_string() }.bt()
+}
+
+/// Returns a tensor, which errors describe as `what`.
+///
+/// # Errors
+/// If it has another shape.
+pub fn of_shape(own: Tensor, shape: Shape, what: &str) -> Result<Tensor> {
+    if own.shape() != &shape {
+        let msg = format!("[{EXAMPLE}] {what}");
+        return Err(Error::UnexpectedShape { msg, expected: shape, got: own.shape().clone() }.bt());
+    }
+    Ok(own)
+}
+
 impl SimpleBackend for ByTransformersNames {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
-        let own = self.get_unchecked(name, dtype, device)?;
-        if own.shape() != &shape {
-            let msg = format!("[{EXAMPLE}] {name}");
-            return Err(Error::UnexpectedShape { msg, expected: shape, got: own.shape().clone() }.bt());
-        }
-        Ok(own)
+        of_shape(self.get_unchecked(name, dtype, device)?, shape, name)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        let Some(stored) = self.stored(name) else {
-            return Err(Error::CannotFindTensor { path: name.to_string() }.bt());
-        };
+        let stored = self.stored(name).ok_or_else(|| missing(name))?;
         let whole = self.vb.get_unchecked_dtype(&stored.name, dtype)?.to_device(device)?;
         let Some(third) = stored.third else { return Ok(whole) };
         let rows = whole.dim(0)?;

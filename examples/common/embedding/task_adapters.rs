@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 
 use candle_attention::peft::{Adapter, AdapterConfig};
 use candle_attention::weights::Checkpoint;
-use candle_core::{Context, DType, Device, Error, Result, Shape, Tensor, bail};
+use candle_core::{Context, DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use serde_json::{Value, json};
 
 use super::fields::Fields;
-use super::jina_names::ByTransformersNames;
+use super::jina_names::{ByTransformersNames, missing, of_shape};
 use crate::common::{EXAMPLE, read_json};
 
 /// The place of a module's own weight, and that of its matrices, which are stacked over the tasks.
@@ -39,19 +39,20 @@ const MATRICES: [MatrixNames; 4] = [
     MatrixNames { peft: ".lora_embedding_B", stored: "lora_B", is_of_embedding: true },
 ];
 
-/// The folder of the adapters of v4, below that of the checkpoint, and its files.
+/// The folder of the adapters of v4, below that of the checkpoint.
 const FOLDER: &str = "adapters";
-const OPTIONS: &str = "adapters/adapter_config.json";
-const FILE: &str = "adapters/adapter_model.safetensors";
-const FILES: [&str; 2] = [OPTIONS, FILE];
 
-/// The files of an adapter in a folder.
-const IN_FOLDER: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
+/// The files in a folder of adapters: the settings and the matrices.
+const OPTIONS: &str = "adapter_config.json";
+const FILE: &str = "adapter_model.safetensors";
 
 /// Returns the files of the adapters that a task may have, below the folder of a checkpoint.
 pub fn files(task: Option<&str>) -> Vec<String> {
-    let in_folder = |name: &str| IN_FOLDER.map(|file| format!("{name}/{file}"));
-    FILES.map(str::to_string).into_iter().chain(task.map(in_folder).into_iter().flatten()).collect()
+    let mut files = Vec::new();
+    for folder in [Some(FOLDER), task].into_iter().flatten() {
+        files.extend([OPTIONS, FILE].map(|file| format!("{folder}/{file}")));
+    }
+    files
 }
 
 /// The adapters of a checkpoint, one for each task.
@@ -66,11 +67,11 @@ pub struct TaskAdapters {
 
 /// The place of the matrices.
 enum Source {
-    /// Among the tensors of the model, for all tasks in one tensor.
+    /// The matrices are among the tensors of the model, for all tasks in one tensor.
     Stacked,
-    /// In a file of PEFT. The model is of no use without an adapter.
+    /// The matrices are in a file of PEFT. The model is of no use without an adapter.
     File(Checkpoint),
-    /// In a folder for each task, below this one.
+    /// Each task has a folder, below this one.
     Folders(PathBuf),
 }
 
@@ -81,10 +82,11 @@ impl TaskAdapters {
         if !fields.get("lora_adaptations").is_null() {
             return Self::stacked(&fields).map(Some);
         }
-        if fields.get("task_names").is_null() || !folder.join(FOLDER).is_dir() {
+        let adapters = folder.join(FOLDER);
+        if fields.get("task_names").is_null() || !adapters.is_dir() {
             return Self::in_folders(folder);
         }
-        let mut options = read_json(&folder.join(OPTIONS))?;
+        let mut options = read_json(&adapters.join(OPTIONS))?;
         // An expression that names modules of images too. The modules of the text are known by their matrices.
         if let Some(object) = options.as_object_mut() {
             object.insert("target_modules".to_string(), "all-linear".into());
@@ -93,7 +95,7 @@ impl TaskAdapters {
             tasks: task_names(&fields, "task_names")?,
             instructions: Fields::of("config.json", json!({}))?,
             config: AdapterConfig::from_json(&options)?,
-            source: Source::File(Checkpoint::open(folder.join(FILE))?),
+            source: Source::File(Checkpoint::open(adapters.join(FILE))?),
         }))
     }
 
@@ -102,13 +104,13 @@ impl TaskAdapters {
         let mut tasks = Vec::new();
         for entry in folder.read_dir()? {
             let entry = entry?;
-            if entry.path().join(IN_FOLDER[0]).is_file() {
+            if entry.path().join(OPTIONS).is_file() {
                 tasks.push(entry.file_name().to_string_lossy().into_owned());
             }
         }
         tasks.sort();
         let Some(first) = tasks.first() else { return Ok(None) };
-        let config = AdapterConfig::from_json(&read_json(&folder.join(first).join(IN_FOLDER[0]))?)?;
+        let config = AdapterConfig::from_json(&read_json(&folder.join(first).join(OPTIONS))?)?;
         let instructions = Fields::of("config.json", json!({}))?;
         Ok(Some(Self { tasks, instructions, config, source: Source::Folders(folder.to_path_buf()) }))
     }
@@ -151,7 +153,7 @@ impl TaskAdapters {
         let listed = self.tasks.join(", ");
         let Some(task) = task else {
             return match self.source {
-                Source::Stacked => Ok(built(vb, Originals { vb: vb.clone() })),
+                Source::Stacked => Ok(originals(vb)),
                 Source::Folders(_) => Ok(vb.clone()),
                 Source::File(_) => bail!("[{EXAMPLE}] the model needs an adapter, expected --task, one of {listed}"),
             };
@@ -162,7 +164,7 @@ impl TaskAdapters {
         let (model, matrices) = match &self.source {
             Source::Stacked => {
                 let own = Matrices { vb: vb.clone(), index, count: self.tasks.len() };
-                (built(vb, Originals { vb: vb.clone() }), built(vb, own))
+                (originals(vb), built(vb, own))
             }
             Source::File(file) => (vb.clone(), built(vb, NamedMatrices::of(file, task, vb)?)),
             Source::Folders(folder) => {
@@ -191,33 +193,14 @@ fn built(vb: &VarBuilder<'static>, backend: impl SimpleBackend + 'static) -> Var
     VarBuilder::from_backend(Box::new(backend), vb.dtype(), vb.device().clone())
 }
 
-/// The weights of the model without an adapter, by the names that they have in other checkpoints.
-struct Originals {
-    vb: VarBuilder<'static>,
-}
-
-impl Originals {
-    /// Returns the name of a tensor in the checkpoint.
-    fn stored(&self, name: &str) -> String {
-        match name.strip_suffix(".weight").map(|module| format!("{module}.{ORIGINAL}")) {
-            Some(original) if self.vb.contains_tensor(&original) => original,
-            _ => name.to_string(),
-        }
-    }
-}
-
-impl SimpleBackend for Originals {
-    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
-        self.vb.get_with_hints_dtype(shape, &self.stored(name), init, dtype)?.to_device(device)
-    }
-
-    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        self.vb.get_unchecked_dtype(&self.stored(name), dtype)?.to_device(device)
-    }
-
-    fn contains_tensor(&self, name: &str) -> bool {
-        self.vb.contains_tensor(&self.stored(name))
-    }
+/// Returns the weights of the model without an adapter, by the names that they have in other checkpoints. `vb` is a
+/// builder at the root of the checkpoint.
+fn originals(vb: &VarBuilder<'static>) -> VarBuilder<'static> {
+    let stored = vb.clone();
+    vb.clone().rename_f(move |name| match name.strip_suffix(".weight").map(|module| format!("{module}.{ORIGINAL}")) {
+        Some(original) if stored.contains_tensor(&original) => original,
+        _ => name.to_string(),
+    })
 }
 
 /// The matrices of one task, by the names that PEFT has for them.
@@ -245,18 +228,12 @@ impl Matrices {
 
 impl SimpleBackend for Matrices {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
-        let own = self.get_unchecked(name, dtype, device)?;
-        if own.shape() != &shape {
-            let msg = format!("[{EXAMPLE}] a matrix of task {} of {}", self.index, self.count);
-            return Err(Error::UnexpectedShape { msg, expected: shape, got: own.shape().clone() }.bt());
-        }
-        Ok(own)
+        let what = format!("a matrix of task {} of {}", self.index, self.count);
+        of_shape(self.get_unchecked(name, dtype, device)?, shape, &what)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        let Some((names, stored)) = self.stored(name) else {
-            return Err(Error::CannotFindTensor { path: name.to_string() }.bt());
-        };
+        let (names, stored) = self.stored(name).ok_or_else(|| missing(name))?;
         let all = self.vb.get_unchecked_dtype(&stored, dtype)?;
         if all.rank() != 3 || all.dim(0)? != self.count {
             bail!("[{EXAMPLE}] {stored} has shape {:?}, expected a matrix for each of {} tasks", all.dims(), self.count)
@@ -291,7 +268,7 @@ impl NamedMatrices {
             names.insert(format!("{tail}weight"), name.to_string());
         }
         if names.is_empty() {
-            bail!("[{EXAMPLE}] {FILE} has no matrices of layers for the task {task:?}")
+            bail!("[{EXAMPLE}] {FOLDER}/{FILE} has no matrices of layers for the task {task:?}")
         }
         Ok(Self { vb: file.var_builder(model.dtype(), model.device())?, names })
     }
@@ -310,17 +287,13 @@ fn in_layers(name: &str) -> Option<&str> {
 
 impl SimpleBackend for NamedMatrices {
     fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
-        match self.stored(name) {
-            Some(stored) => self.vb.get_with_hints_dtype(shape, stored, init, dtype)?.to_device(device),
-            None => Err(Error::CannotFindTensor { path: name.to_string() }.bt()),
-        }
+        let stored = self.stored(name).ok_or_else(|| missing(name))?;
+        self.vb.get_with_hints_dtype(shape, stored, init, dtype)?.to_device(device)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        match self.stored(name) {
-            Some(stored) => self.vb.get_unchecked_dtype(stored, dtype)?.to_device(device),
-            None => Err(Error::CannotFindTensor { path: name.to_string() }.bt()),
-        }
+        let stored = self.stored(name).ok_or_else(|| missing(name))?;
+        self.vb.get_unchecked_dtype(stored, dtype)?.to_device(device)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

@@ -78,15 +78,19 @@ impl ChatTemplate {
         Ok(template.undeclared_variables(false).contains(variable))
     }
 
-    /// Returns the text of messages.
+    /// Returns the text of messages, after a prompt as the message of the system if there is one.
     ///
     /// # Errors
     /// If the template has a mistake, or raises an error.
-    pub fn render(&self, messages: &[Message]) -> Result<String> {
+    pub fn render(&self, prompt: Option<&str>, messages: &[Message]) -> Result<String> {
         let content =
             |text: &str| if self.is_structured { json!([{"type": "text", "text": text}]) } else { text.into() };
-        let own = messages.iter().map(|message| RenderedMessage { role: message.role, content: content(message.text) });
-        let rendered: Vec<_> = own.collect();
+        let system = prompt.map(|text| Message { role: "system", text });
+        let rendered: Vec<_> = system
+            .iter()
+            .chain(messages)
+            .map(|message| RenderedMessage { role: message.role, content: content(message.text) })
+            .collect();
         let mut variables = self.tokens.clone();
         variables.extend(self.settings.variables.clone());
         variables.entry("add_generation_prompt").or_insert(false.into());
@@ -102,12 +106,20 @@ pub struct End {
 }
 
 impl End {
-    /// Finds the tokens that a template puts after every text; `None` if there are none. `render` returns what the
-    /// template makes of a text.
+    /// Finds the tokens that a template puts after every text, if texts that are cut at `most` tokens have to end with
+    /// them; `None` otherwise, or if there are none. `render` returns what the template makes of a text.
     ///
     /// # Errors
     /// As the tokenizer and `render`.
-    pub fn find(tokenizer: &SimpleTokenizer, render: impl Fn(&str) -> Result<String>) -> Result<Option<Self>> {
+    pub fn find(
+        template: &ChatTemplate,
+        tokenizer: &SimpleTokenizer,
+        most: Option<usize>,
+        render: impl Fn(&str) -> Result<String>,
+    ) -> Result<Option<Self>> {
+        if most.is_none() || !template.settings.restores_suffix {
+            return Ok(None);
+        }
         let mut one = encode_plain(tokenizer, &render("0")?)?;
         let other = encode_plain(tokenizer, &render("1 2 3 4")?)?;
         // The common end of different texts is the template's, as in sentence-transformers.
