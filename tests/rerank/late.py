@@ -7,7 +7,6 @@ The files are as in `cross_encoders.py`; a folder is what `MultiVectorEncoder.sa
 PyLate and of ColBERT's own code, which sentence-transformers reads too.
 """
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from cross_encoders import EAGER, QUESTION
 from pipelines import SENTENCES, SIZES, randomize, tokenizer, transformer
 from safetensors.torch import save_file
-from recording import Recorder, make_all
+from recording import Recorder, make_all, write
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
@@ -74,10 +73,6 @@ def colbert(name, model_type, **options):
         recorder.add("mean", files={CHECKPOINT: mean})
         recorder.save()
     return make
-
-
-def write(path, value):
-    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 # Questions are expanded to 32 tokens by default.

@@ -8,7 +8,6 @@ replaced before it, and the name of the vectors (N, E) in `golden.safetensors`; 
 attention, f32.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from recording import Recorder, make_all
+from recording import Recorder, make_all, write
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
@@ -275,7 +274,7 @@ def gte_published(folder):
     config = recorder.read("config.json")
     theta = config.pop("rope_parameters")["rope_theta"]
     published = {**config, **PUBLISHED_GTE, "model_type": "new", "rope_theta": theta, "rope_scaling": None}
-    (recorder.path / "config.json").write_text(json.dumps(published, indent=2) + "\n")
+    write(recorder.path / "config.json", published)
     recorder.save()
 
 
@@ -305,7 +304,7 @@ def chat_template(folder):
     # A run can replace JSON alone.
     (recorder.path / "chat_template.jinja").unlink()
     tokenizer_settings = {**recorder.read("tokenizer_config.json"), "chat_template": TEMPLATE}
-    (recorder.path / "tokenizer_config.json").write_text(json.dumps(tokenizer_settings, indent=2) + "\n")
+    write(recorder.path / "tokenizer_config.json", tokenizer_settings)
     recorder.add("default")
     recorder.add("query", ["--prompt-name", "query"], prompt_name="query")
     recorder.add("task", ["--task", "query"], task="query")
@@ -355,7 +354,7 @@ def nomic_ntk(folder):
         **config, "max_position_embeddings": 24, "rotary_emb_base": 1000, "rotary_scaling_factor": 2,
         "max_trained_positions": 8,
     }
-    (recorder.path / "config.json").write_text(json.dumps(published, indent=2) + "\n")
+    write(recorder.path / "config.json", published)
     recorder.record("default", [], None, vectors.clone())
     recorder.save()
 

@@ -5,7 +5,6 @@ python tests/sentence_embedding/published.py [MODEL ..]    (packages as for pipe
 """
 
 import itertools
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from pipelines import (
     DECODER, PUBLISHED_GTE, SENTENCES, SIZES, PipelineRecorder, randomize, tokenizer, transformer,
 )
-from recording import make_all
+from recording import make_all, write
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Normalize
@@ -30,10 +29,6 @@ TASKS = {
     "text-matching": "",
 }
 RANK, ALPHA = 3, 2
-
-
-def write(path, value):
-    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def jina_v3(folder):

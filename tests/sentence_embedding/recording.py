@@ -1,5 +1,5 @@
-"""What the scripts share that record sentence-transformers on tiny random models: `pipelines.py` here, and
-`cross_encoders.py` and `late.py` in `tests/rerank`."""
+"""What the scripts share that record sentence-transformers on tiny random models: `pipelines.py` and `published.py` here,
+and `cross_encoders.py` and `late.py` in `tests/rerank`."""
 
 import contextlib
 import json
@@ -10,6 +10,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+
+def write(path, value):
+    """Writes a file of JSON."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 class Recorder:

@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import real
 
@@ -52,13 +51,8 @@ def main():
 
 def turn(engine, dtype, args):
     """Returns one engine's texts per second, from a process of its own, or None where it fails, which is printed."""
-    command = [sys.executable, __file__, "--engine", engine, dtype, "--texts", str(args.texts), "--threads", str(args.threads)]
-    environment = os.environ | {name: str(args.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if ran.returncode:
-        print(f"{engine} {dtype}: {(ran.stderr.strip().splitlines() or ['no message'])[-1]}", file=sys.stderr)
-        return None
-    return json.loads(ran.stdout.strip().splitlines()[-1])
+    program = [__file__, "--engine", engine, dtype, "--texts", args.texts, "--threads", args.threads]
+    return real.in_process(program, f"{engine} {dtype}", args.threads)
 
 
 def prepare():
@@ -110,17 +104,9 @@ def run_ours(dtype, texts, threads):
     """Texts per second without the time to load, which is the time of a single text."""
     from safetensors.numpy import load_file
 
-    program, out = real.ROOT / "target/release/examples/sentence_embedding", real.DATA / "vectors.safetensors"
-
-    def seconds(lines):
-        (real.DATA / "texts.txt").write_text("\n".join(lines))
-        command = [program, "--model", FOLDER, "--dtype", dtype, "--file", real.DATA / "texts.txt", "--out", out]
-        start = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        return time.perf_counter() - start
-
-    loading = min(seconds(texts[:1]) for _ in range(2))
-    taken = seconds(texts) - loading
+    out = real.DATA / "vectors.safetensors"
+    loading = min(real.seconds_to_embed(FOLDER, out, texts[:1], "--dtype", dtype) for _ in range(2))
+    taken = real.seconds_to_embed(FOLDER, out, texts, "--dtype", dtype) - loading
     keep("candle-attention", dtype, load_file(out)["embeddings"])
     return (len(texts) - 1) / taken
 

@@ -7,12 +7,12 @@ A prompt of 512 tokens and 100 tokens after it, with two threads, on an idle mac
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import real
@@ -29,7 +29,7 @@ def main():
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
-        llama_cpp(args.engine)
+        print(json.dumps(llama_cpp(args.engine)))
         return
     subprocess.run(["cargo", "build", "--release", "--quiet", "--example", "causal_lm"], cwd=real.ROOT, check=True)
     print("| model, busy processes | generation: this crate | one thread | llama.cpp | prompt: this crate | llama.cpp | load, s | copy, s |")
@@ -50,9 +50,10 @@ def row(model, rounds):
         two.append(ours(model, 2))
         one.append(ours(model, 1))
         if model.suffix == ".gguf":
-            run = [sys.executable, __file__, "--engine", model, model]
-            printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
-            other.append(tuple(map(float, printed.splitlines()[-1].split())))
+            theirs = real.in_process([__file__, "--engine", model, model], f"llama.cpp {model.name}", 2)
+            if theirs is None:
+                sys.exit(1)
+            other.append(theirs)
     best = lambda rates, column: f"{max(rate[column] for rate in rates):.1f}" if rates else ""
     cells = [best(two, 1), best(one, 1), best(other, 1), best(two, 0), best(other, 0)]
     return " | ".join([*cells, f"{load(model):.2f}", f"{copy(model):.2f}"])
@@ -80,34 +81,22 @@ def ours(model, threads):
 
 
 def llama_cpp(model):
-    """Prints the rates of the prompt and of generation."""
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = str(model)
-    params.n_ctx, params.n_parallel, params.n_batch = PROMPT + TOKENS + 64, 1, 2048
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
-    server = xllamacpp.Server(params)
+    """Returns the rates of the prompt and of generation."""
+    server = real.llama_server(model, PROMPT + TOKENS + 64, 1, 2)
     request = {"prompt": real.ids(PROMPT), "n_predict": TOKENS, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
     for _ in range(2):  # the first call warms up
         times = server.handle_completions(request)["timings"]
-    print(times["prompt_per_second"], times["predicted_per_second"])
+    return times["prompt_per_second"], times["predicted_per_second"]
 
 
 def load(model):
-    return min(seconds(command(model, 1, 1)) for _ in range(3))
+    return min(real.seconds(command(model, 1, 1)) for _ in range(3))
 
 
 def copy(model):
     file = model if model.is_file() else model / "model.safetensors"
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        return min(seconds(["cp", file, folder]) for _ in range(3))
-
-
-def seconds(run):
-    start = time.perf_counter()
-    subprocess.run(run, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return time.perf_counter() - start
+        return min(real.seconds(["cp", file, folder]) for _ in range(3))
 
 
 if __name__ == "__main__":

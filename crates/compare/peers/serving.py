@@ -47,7 +47,11 @@ def main():
         for _ in range(args.rounds):
             ours.append(candle_attention(dtype, args.threads))
             for slots in args.slots.split(","):
-                theirs.setdefault(slots, []).append(in_process(slots, dtype, args.threads))
+                program = [__file__, "--engine", slots, dtype, "--threads", args.threads]
+                taken = real.in_process(program, f"llama.cpp {dtype}, {slots} slots", args.threads)
+                if taken is None:
+                    sys.exit(1)
+                theirs.setdefault(slots, []).append(taken)
         mine, (slots, other) = statistics.median(ours), min(((slots, statistics.median(all)) for slots, all in theirs.items()), key=lambda pair: pair[1])
         print(f"| {dtype} | {mine:.1f} | {other:.1f} ({slots} slots) | {mine / other:.2f} |", flush=True)
 
@@ -70,28 +74,15 @@ def write_requests():
 
 def candle_attention(dtype, threads):
     """Returns the seconds from the first arrival to the last token."""
-    model = ["--model", real.gguf_of(dtype)] if dtype.startswith("q") else ["--model", real.checkpoint(), "--dtype", dtype]
-    command = [real.ROOT / "target/release/examples/serve_requests", *model, "--requests", FILE, "--batch", str(REQUESTS), "--pages", "2048"]
+    command = [real.ROOT / "target/release/examples/serve_requests", *real.model_args(dtype), "--requests", FILE, "--batch", str(REQUESTS), "--pages", "2048"]
     ran = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"RAYON_NUM_THREADS": str(threads)})
     counts = {line["id"]: len(line["ids"]) for line in map(json.loads, ran.stdout.splitlines())}
     COUNTS.write_text(json.dumps(counts))
     return float(re.search(r"in ([\d.]+) s$", ran.stderr, re.MULTILINE).group(1))
 
 
-def in_process(slots, dtype, threads):
-    command = [sys.executable, __file__, "--engine", slots, dtype, "--threads", str(threads)]
-    ran = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(ran.stdout.strip().splitlines()[-1])
-
-
 def llama_cpp(dtype, slots, threads):
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = str(real.gguf_of(dtype))
-    params.n_ctx, params.n_parallel, params.n_batch = slots * (500 + GENERATED + 8), slots, 2048
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    server = xllamacpp.Server(params)
+    server = real.llama_server(real.gguf_of(dtype), slots * (500 + GENERATED + 8), slots, threads)
     address = server.listening_address
 
     def complete(prompt, tokens):
