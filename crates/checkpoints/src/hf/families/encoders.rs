@@ -214,7 +214,7 @@ const NO_PROMPT: &[(&str, &str)] = &[("use_prompt", "false")];
 pub(super) const WITH_DECODERS: &[Family] = &[
     BART.of("bart").layers(12).width(1024).query_heads(16),
     BART.of("blenderbot").layers(2).width(2560).query_heads(32)
-        .decoder_sizes(Sizes { layers: 24, embed_dim: 2560, num_heads: 32 }),
+        .default_decoder_sizes(Sizes { layers: 24, embed_dim: 2560, num_heads: 32 }),
     BART.of("blenderbot-small").layers(8).width(512).query_heads(16),
     DETR.of("detr").layers(6).width(256).query_heads(8),
     BART.of("fsmt").layers(12).width(1024).query_heads(16),
@@ -234,7 +234,7 @@ pub(super) const WITH_DECODERS: &[Family] = &[
         .at(PP_FORMULANET, "layers.{}.self_attn", WeightLayout::Opt)
         .cross(&BART_CROSS.at(PP_FORMULANET, "layers.{}.encoder_attn", WeightLayout::Opt)),
     BART.of("speech_to_text").layers(12).width(256).query_heads(4)
-        .decoder_sizes(Sizes { layers: 6, embed_dim: 256, num_heads: 4 }),
+        .default_decoder_sizes(Sizes { layers: 6, embed_dim: 256, num_heads: 4 }),
     T5.of("switch_transformers").layers(12).width(768).query_heads(12),
     T5.of("t5").layers(6).width(512).query_heads(8),
     DETR.of("table-transformer").layers(6).width(256).query_heads(8),

@@ -206,7 +206,8 @@ pub(super) const ROWS: &[Family] = &[
         .bias(Bias::OutAndQvIf("qv_bias", true)).key_bias("attention.key.bias"),
     VIT.of("vilt").below(&["vilt.", ""]),
     VIT,
-    VIT.of("vit_mae").decoder(&VIT_MAE_DECODER).decoder_sizes(Sizes { layers: 8, embed_dim: 512, num_heads: 16 }),
+    VIT.of("vit_mae").decoder(&VIT_MAE_DECODER)
+        .default_decoder_sizes(Sizes { layers: 8, embed_dim: 512, num_heads: 16 }),
     VIT.of("vit_msn").below(&["vit.", ""]),
     VIT.of("vitpose_backbone").below(&["backbone.", ""]),
     VIT.of("vivit").below(&["vivit.", ""]),

@@ -222,11 +222,6 @@ impl Family {
         self.default_sizes(Sizes { num_heads, ..self.default_sizes })
     }
 
-    /// Sets the default sizes of the decoder.
-    pub const fn decoder_sizes(self, sizes: Sizes) -> Self {
-        self.default_decoder_sizes(sizes)
-    }
-
     /// Begins a row that extends this one.
     pub const fn of(self, model_type: &'static str) -> Self {
         self.model_type(model_type)
