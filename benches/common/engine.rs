@@ -186,7 +186,7 @@ fn ours<'a>(cell: &Cell, inputs: &'a Inputs, backend: Backend) -> Call<'a> {
 fn ours_paged<'a>(cell: &Cell, inputs: &'a Inputs) -> Result<Call<'a>> {
     let Some(size) = cell.page_size else { bail!("[ours_paged] the cell has no pages") };
     let pages = cell.t_kv.div_ceil(size);
-    // An odd stride that does not divide the number of pages visits each of them once.
+    // A stride that is a prime number, and no divisor of the number of pages, visits each of them once.
     let order: Vec<u32> = (0..pages).map(|page| (page * 7919 % pages) as u32).collect();
     let mut position = vec![0u32; pages];
     for (place, &page) in order.iter().enumerate() {

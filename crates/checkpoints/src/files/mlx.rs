@@ -166,7 +166,7 @@ fn change(
     }
 }
 
-/// Gives a convolution of Kimi Linear the name that PyTorch has for it: `q_conv1d` for `q_conv.conv`.
+/// Renames a convolution of Kimi Linear to its name in PyTorch: `q_conv.conv` to `q_conv1d`.
 fn rename_convolution(entries: &mut BTreeMap<String, StoredEntry>, name: &str) {
     for part in ["q_conv", "k_conv", "v_conv"] {
         if let Some(layer) = name.strip_suffix(&format!("{part}.conv.weight"))
