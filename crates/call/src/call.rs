@@ -44,6 +44,16 @@ pub struct KvScales<T> {
     pub v: T,
 }
 
+impl<T> KvScales<T> {
+    /// Returns the scales with a function applied to both tensors.
+    ///
+    /// # Errors
+    /// As the function.
+    pub fn try_map<U, E>(&self, change: impl Fn(&T) -> Result<U, E>) -> Result<KvScales<U>, E> {
+        Ok(KvScales { format: self.format, k: change(&self.k)?, v: change(&self.v)? })
+    }
+}
+
 /// Pools of pages that sequences share. With pages, keys (pages, H_kv, page size, D), values (pages, H_kv, page size,
 /// D_v) and scales (pages, H_kv, page size, ..) take the places of the tensors of a batch; key n of sequence b is row
 /// `n mod page size` of page `table[b][n / page size]`. In a batch, T_kv is the largest number of keys of a sequence.

@@ -17,26 +17,33 @@ pub struct CodePair(u8);
 /// The numbers that [`CodePair`]s store together: the lower bits of the bytes have the first half of them.
 const PAIRED: usize = KvCodeFormat::Q4.block();
 
+/// The items of [`Stored`] that all codes in a byte have, for a transparent type of a byte.
+macro_rules! stored_as_bytes {
+    () => {
+        const NAME: &'static str = "u8";
+        const IS_SCALED: bool = true;
+
+        fn typed(numbers: Numbers<'_>) -> Option<&[Self]> {
+            let Numbers::U8(bytes) = numbers else { return None };
+            // SAFETY: the type is a byte.
+            Some(unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) })
+        }
+
+        fn numbers(typed: &[Self]) -> Numbers<'_> {
+            // SAFETY: the type is a byte.
+            Numbers::U8(unsafe { std::slice::from_raw_parts(typed.as_ptr().cast(), typed.len()) })
+        }
+
+        #[inline(always)]
+        fn is_finite(self) -> bool {
+            // The kernels read the codes of NaN as numbers.
+            true
+        }
+    };
+}
+
 impl Stored for E4M3Code {
-    const NAME: &'static str = "u8";
-    const IS_SCALED: bool = true;
-
-    fn typed(numbers: Numbers<'_>) -> Option<&[Self]> {
-        let Numbers::U8(bytes) = numbers else { return None };
-        // SAFETY: the type is a byte.
-        Some(unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) })
-    }
-
-    fn numbers(typed: &[Self]) -> Numbers<'_> {
-        // SAFETY: the type is a byte.
-        Numbers::U8(unsafe { std::slice::from_raw_parts(typed.as_ptr().cast(), typed.len()) })
-    }
-
-    #[inline(always)]
-    fn is_finite(self) -> bool {
-        // The kernels read the codes of NaN as numbers.
-        true
-    }
+    stored_as_bytes!();
 
     #[inline(always)]
     unsafe fn load<V: Vector>(from: *const Self) -> V {
@@ -49,27 +56,11 @@ impl Stored for E4M3Code {
 }
 
 impl Stored for CodePair {
-    const NAME: &'static str = "u8";
-    const IS_SCALED: bool = true;
+    stored_as_bytes!();
+
     const HAS_GROUPS: bool = true;
     const NUMBERS: usize = 2;
     const BLOCK: usize = PAIRED;
-
-    fn typed(numbers: Numbers<'_>) -> Option<&[Self]> {
-        let Numbers::U8(bytes) = numbers else { return None };
-        // SAFETY: the type is a byte.
-        Some(unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) })
-    }
-
-    fn numbers(typed: &[Self]) -> Numbers<'_> {
-        // SAFETY: the type is a byte.
-        Numbers::U8(unsafe { std::slice::from_raw_parts(typed.as_ptr().cast(), typed.len()) })
-    }
-
-    #[inline(always)]
-    fn is_finite(self) -> bool {
-        true
-    }
 
     #[inline(always)]
     unsafe fn load<V: Vector>(from: *const Self) -> V {

@@ -316,17 +316,20 @@ impl KvBuffers {
     pub fn codes(&self) -> Result<Option<KvCodes>> {
         let Some(of_keys) = &self.keys.codes else { return Ok(None) };
         let format = of_keys.format;
-        let k = self.keys.entries.clone();
-        if let Some(values) = &self.values {
-            let Some(of_values) = &values.codes else { return Ok(None) };
-            let scales = KvScales { format, k: of_keys.scales.clone(), v: of_values.scales.clone() };
-            let rotations = KvRotations { k: of_keys.rotation, v: of_values.rotation };
-            return Ok(Some(KvCodes { k, v: values.entries.clone(), scales, rotations }));
-        }
-        let v = part(&k, 3, 0..format.bytes(self.d_v))?;
-        let v_scales = part(&of_keys.scales, 3, 0..format.scales(self.d_v))?;
-        let scales = KvScales { format, k: of_keys.scales.clone(), v: v_scales };
-        Ok(Some(KvCodes { k, v, scales, rotations: KvRotations { k: of_keys.rotation, v: of_keys.rotation } }))
+        let values = match &self.values {
+            Some(values) => values.clone(),
+            None => Buffer {
+                entries: part(&self.keys.entries, 3, 0..format.bytes(self.d_v))?,
+                codes: Some(BufferCodes { scales: part(&of_keys.scales, 3, 0..format.scales(self.d_v))?, ..*of_keys }),
+            },
+        };
+        let Some(of_values) = values.codes else { return Ok(None) };
+        Ok(Some(KvCodes {
+            k: self.keys.entries.clone(),
+            v: values.entries,
+            scales: KvScales { format, k: of_keys.scales.clone(), v: of_values.scales },
+            rotations: KvRotations { k: of_keys.rotation, v: of_values.rotation },
+        }))
     }
 
     /// Returns a view of some rows of all sequences.

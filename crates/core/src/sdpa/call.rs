@@ -156,12 +156,7 @@ impl Call {
         check_sequences(op, dims, packed, mask)?;
         let ranges = mask.ranges_of_packed(op, packed.rows().collect())?;
         check_stored(op, ranges.rows(op)?, sequences, mask.fully_masked_rows())?;
-        let scales = match scales {
-            Some(scales) => {
-                Some(KvScales { format: scales.format, k: scales.k.transpose(1, 2)?, v: scales.v.transpose(1, 2)? })
-            }
-            None => None,
-        };
+        let scales = scales.map(|scales| scales.try_map(|pool| pool.transpose(1, 2))).transpose()?;
         let lists = listed(mask, dims, Some(packed))?;
         let keys = MaskedKeys { ranges, sequences: Some(packed.clone()), pages: Some(sequences.clone()), lists };
         let checked = CheckedKeys { dims, scales: scales.as_ref(), keys };

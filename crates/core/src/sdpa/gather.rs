@@ -10,16 +10,17 @@ use super::paged::PagedSequences;
 /// Returns a call over packed sequences in place of one over pages, with a copy of their keys and values.
 pub(super) fn with_keys_in_one_piece(mut call: Call) -> Result<Call> {
     let Some(sequences) = call.attention.keys.pages.take() else { return Ok(call) };
+    let rows = PageRows::new(&sequences, &call.attention.k)?;
+    with_readable_codes(with_keys_and_values(call, |pool| rows.gather(pool))?)
+}
+
+/// Returns a call with floats in place of codes that no kernel of the device reads.
+fn with_readable_codes(mut call: Call) -> Result<Call> {
     let attention = &mut call.attention;
-    let rows = PageRows::new(&sequences, &attention.k)?;
-    attention.k = rows.gather(&attention.k)?;
-    attention.v = rows.gather(&attention.v)?;
-    let Some(scales) = &mut attention.kv_scales else { return Ok(call) };
-    let format = scales.format;
-    *scales = KvScales { format, k: rows.gather(&scales.k)?, v: rows.gather(&scales.v)? };
-    if !kernels_read(format, attention.q.device()) {
-        attention.k = decoded(&attention.k, &scales.k, format, attention.q.dtype())?;
-        attention.v = decoded(&attention.v, &scales.v, format, attention.q.dtype())?;
+    let Some(KvScales { format, k, v }) = &attention.kv_scales else { return Ok(call) };
+    if !kernels_read(*format, attention.q.device()) {
+        attention.k = decoded(&attention.k, k, *format, attention.q.dtype())?;
+        attention.v = decoded(&attention.v, v, *format, attention.q.dtype())?;
         attention.kv_scales = None;
     }
     Ok(call)
@@ -30,25 +31,29 @@ pub(super) fn with_keys_in_one_piece(mut call: Call) -> Result<Call> {
 pub(super) fn for_plan(mut call: Call) -> Result<Call> {
     let Some(sequences) = call.attention.keys.pages.take() else { return Ok(call) };
     let count = sequences.packed().total_keys();
-    let repeated = |pool: &Tensor| {
+    let one_row = |pool: &Tensor| {
         let (_, h_kv, _, width) = pool.dims4()?;
-        if count == 0 {
-            return Tensor::zeros((1, h_kv, 0, width), pool.dtype(), pool.device());
+        match count {
+            0 => Tensor::zeros((1, h_kv, 0, width), pool.dtype(), pool.device()),
+            _ => pool.narrow(0, 0, 1)?.narrow(2, 0, 1),
         }
-        pool.narrow(0, 0, 1)?.narrow(2, 0, 1)?.broadcast_as((1, h_kv, count, width))
     };
+    let repeated = |row: &Tensor| {
+        let (_, h_kv, _, width) = row.dims4()?;
+        row.broadcast_as((1, h_kv, count, width))
+    };
+    let short = with_readable_codes(with_keys_and_values(call, one_row)?)?;
+    with_keys_and_values(short, repeated)
+}
+
+/// Returns a call with a function applied to its keys and values and to their scales.
+fn with_keys_and_values(mut call: Call, change: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Call> {
     let attention = &mut call.attention;
-    attention.k = repeated(&attention.k)?;
-    attention.v = repeated(&attention.v)?;
-    let Some(scales) = &mut attention.kv_scales else { return Ok(call) };
-    let format = scales.format;
-    if kernels_read(format, attention.q.device()) {
-        *scales = KvScales { format, k: repeated(&scales.k)?, v: repeated(&scales.v)? };
-        return Ok(call);
+    attention.k = change(&attention.k)?;
+    attention.v = change(&attention.v)?;
+    if let Some(scales) = &mut attention.kv_scales {
+        *scales = scales.try_map(change)?;
     }
-    attention.k = decoded(&attention.k, &repeated(&scales.k)?, format, attention.q.dtype())?;
-    attention.v = decoded(&attention.v, &repeated(&scales.v)?, format, attention.q.dtype())?;
-    attention.kv_scales = None;
     Ok(call)
 }
 

@@ -90,10 +90,13 @@ impl Choice {
             return Ok(Err(reason.into()));
         }
         Ok(match call.attention.q.device() {
-            Device::Cpu => match cpu::reason_to_copy(call, wanted) {
-                Some(reason) if call.attention.keys.pages.is_some() => Err(reason.into()),
-                _ => Ok(Self::Cpu(instruction_set(call)?)),
-            },
+            Device::Cpu => {
+                let pages = call.attention.keys.pages.as_ref();
+                match pages.and_then(|_| cpu::reason_to_copy(call, wanted)) {
+                    Some(reason) => Err(reason.into()),
+                    None => Ok(Self::Cpu(instruction_set(call)?)),
+                }
+            }
             Device::Cuda(_) => CudaPath::plan(call, wanted).map(|cuda_path| Self::Cuda(Box::new(cuda_path))),
             Device::Metal(_) => MetalPath::plan(call, wanted).map(Self::Metal),
         })

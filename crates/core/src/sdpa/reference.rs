@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_attention_call::{AttentionCall, AttentionDims as Dims, KvScales, RequestedResults, ScoreModifiers};
+use candle_attention_call::{AttentionCall, AttentionDims as Dims, RequestedResults, ScoreModifiers};
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use super::call::{Call, MaskedKeys};
@@ -95,14 +95,7 @@ fn call_of_sequence(packed: &Call, sequences: &PackedSequences, s: usize) -> Res
             q: narrowed(q, &queries)?,
             k: narrowed(k, &keys)?,
             v: narrowed(v, &keys)?,
-            kv_scales: match kv_scales {
-                Some(scales) => Some(KvScales {
-                    format: scales.format,
-                    k: narrowed(&scales.k, &keys)?,
-                    v: narrowed(&scales.v, &keys)?,
-                }),
-                None => None,
-            },
+            kv_scales: kv_scales.as_ref().map(|scales| scales.try_map(|tensor| narrowed(tensor, &keys))).transpose()?,
             pages: None,
             keys: MaskedKeys { ranges: ranges.of_sequences(packed.op, &[s])?, sequences: None, pages: None, lists },
             scores,

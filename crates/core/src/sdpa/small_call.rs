@@ -117,10 +117,7 @@ impl SmallCallInputs {
 
     /// Returns the inputs with a function applied to each.
     fn map(&self, own: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let scales = match &self.scales {
-            Some(scales) => Some(KvScales { format: scales.format, k: own(&scales.k)?, v: own(&scales.v)? }),
-            None => None,
-        };
+        let scales = self.scales.as_ref().map(|scales| scales.try_map(&own)).transpose()?;
         Ok(Self { q: own(&self.q)?, k: own(&self.k)?, v: own(&self.v)?, scales })
     }
 }

@@ -10,7 +10,7 @@ use super::problem::CpuCall;
 use super::results::{AttentionResults, ResultMemory};
 use crate::cpu::InstructionSet;
 use crate::error::{Error, check_instruction_set};
-use candle_attention_call::{KvCodeFormat, KvScales, RequestedResults};
+use candle_attention_call::{KvCodeFormat, RequestedResults};
 
 /// Computes attention of every query of a call, on the calling thread and on helper threads, with the other requested
 /// results.
@@ -72,17 +72,11 @@ pub fn attend<E: AttentionKernels>(
     let mut memory = ResultMemory::new(&call.dims, requested)?;
     let forward = &ForwardCall { inputs, q, to: memory.pointers(requested) };
     let pages = PageList::new(call)?;
-    let task = match call.kv_scales {
+    let task = match call.kv_scales.map(|scales| scales.format) {
         None => KernelTask::Float(forward, KeysValues::new(call, pages.as_ref())?),
-        Some(KvScales { format: KvCodeFormat::Q8, .. }) => {
-            KernelTask::Q8(forward, KeysValues::new(call, pages.as_ref())?)
-        }
-        Some(KvScales { format: KvCodeFormat::E4M3, .. }) => {
-            KernelTask::E4M3(forward, KeysValues::new(call, pages.as_ref())?)
-        }
-        Some(KvScales { format: KvCodeFormat::Q4, .. }) => {
-            KernelTask::Q4(forward, KeysValues::new(call, pages.as_ref())?)
-        }
+        Some(KvCodeFormat::Q8) => KernelTask::Q8(forward, KeysValues::new(call, pages.as_ref())?),
+        Some(KvCodeFormat::E4M3) => KernelTask::E4M3(forward, KeysValues::new(call, pages.as_ref())?),
+        Some(KvCodeFormat::Q4) => KernelTask::Q4(forward, KeysValues::new(call, pages.as_ref())?),
     };
     if call.dims.queries() > 0 {
         E::run(task, instruction_set).ok_or_else(no_scratch_memory)?;

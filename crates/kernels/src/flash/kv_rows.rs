@@ -124,13 +124,13 @@ impl<'a, S: Stored> KeysValues<'a, S> {
     /// Returns the checked keys and values of a call, whose pages are checked already.
     pub(super) fn new(call: &CpuCall<'a>, pages: Option<&'a PageList>) -> Result<Self, Error> {
         let AttentionCall { dims, k, v, kv_scales, .. } = call;
-        let format = kv_scales.as_ref().map(|scales| scales.format);
-        let stored = |name, rows, scales, width| UncheckedRows { name, rows, scales, format, width };
-        let scales = kv_scales.as_ref();
         let pages = pages.map(PageList::pages);
+        let scales = kv_scales.as_ref();
+        let k_codes = scales.map(|scales| UncheckedCodes { format: scales.format, scales: &scales.k });
+        let v_codes = scales.map(|scales| UncheckedCodes { format: scales.format, scales: &scales.v });
         Ok(Self {
-            k: KvMatrix::new(stored("k", k, scales.map(|scales| &scales.k), dims.d), pages, dims)?,
-            v: KvMatrix::new(stored("v", v, scales.map(|scales| &scales.v), dims.d_v), pages, dims)?,
+            k: KvMatrix::new(UncheckedRows { name: "k", rows: k, codes: k_codes, width: dims.d }, pages, dims)?,
+            v: KvMatrix::new(UncheckedRows { name: "v", rows: v, codes: v_codes, width: dims.d_v }, pages, dims)?,
         })
     }
 }
@@ -140,34 +140,40 @@ struct UncheckedRows<'r, 'a> {
     /// The name of the tensor, for errors.
     name: &'r str,
     rows: &'r View<'a>,
-    scales: Option<&'r View<'a>>,
-    format: Option<KvCodeFormat>,
+    /// The format and the scales of rows that are codes.
+    codes: Option<UncheckedCodes<'r, 'a>>,
     /// D or D_v.
     width: usize,
+}
+
+/// The format of codes, and their scales, which are not checked yet.
+struct UncheckedCodes<'r, 'a> {
+    format: KvCodeFormat,
+    scales: &'r View<'a>,
 }
 
 impl<'a, S: Stored> KvMatrix<'a, S> {
     /// Returns the keys or the values of a call. Without pages, checks that their slices have every row of (B, H_kv,
     /// T_kv).
     fn new(stored: UncheckedRows<'_, 'a>, pages: Option<Pages<'a>>, dims: &AttentionDims) -> Result<Self, Error> {
-        let UncheckedRows { name, rows, scales, format, width } = stored;
+        let UncheckedRows { name, rows, codes, width } = stored;
         if !width.is_multiple_of(S::BLOCK) {
             return Err(Error::Shape(format!(
                 "expected rows of {name} of a multiple of {} numbers, which codes of 4 bits have, found {width}",
                 S::BLOCK
             )));
         }
-        let groups = ScaleGroups::new(format, width);
+        let groups = ScaleGroups::new(codes.as_ref().map(|codes| codes.format), width);
         let shape = [dims.b, dims.h_kv, dims.t_kv];
         let elements = width / S::NUMBERS;
         let rows = rows.rows::<S>(name, elements)?;
         if pages.is_none() {
             rows.check(name, shape, elements)?;
         }
-        let scales = match scales {
-            Some(scales) => {
+        let scales = match codes {
+            Some(codes) => {
                 let name_of_scales = format!("the scales of {name}");
-                let scales = scales.rows(&name_of_scales, groups.count)?;
+                let scales = codes.scales.rows(&name_of_scales, groups.count)?;
                 if pages.is_none() {
                     scales.check(&name_of_scales, shape, groups.count)?;
                 }

@@ -56,26 +56,28 @@ impl PageList {
         let pool = pool_pages(call, page_size);
         let mut list = Self::unset([dims.b, heads, of_sequence], page_size)?;
         let mut any_page = 0;
-        for list_index in 0..dims.b * heads {
-            let b = list_index / heads;
+        for b in 0..dims.b {
             let Some(needed) = needed_pages(&keys.ranges[b * dims.t_q..(b + 1) * dims.t_q], page_size) else {
                 continue;
             };
-            for n in needed.clone() {
-                // SAFETY: the table was checked for every page of T_kv keys, past which no range ends.
-                let page = unsafe { *table.at([b, list_index % heads, n]) };
-                if page as usize >= pool {
-                    return Err(Error::Shape(format!(
-                        "expected pages below {pool}, the number of pages in the pools, found page {page} as entry \
-                         {n} of sequence {b}"
-                    )));
+            for head in 0..heads {
+                let first = (b * heads + head) * of_sequence;
+                let own = &mut list.pages[first..first + of_sequence];
+                for n in needed.clone() {
+                    // SAFETY: the table was checked for every page of T_kv keys, past which no range ends.
+                    let page = unsafe { *table.at([b, head, n]) };
+                    if page as usize >= pool {
+                        return Err(Error::Shape(format!(
+                            "expected pages below {pool}, the number of pages in the pools, found page {page} as entry \
+                             {n} of sequence {b}"
+                        )));
+                    }
+                    own[n] = page;
                 }
-                list.pages[list_index * of_sequence + n] = page;
+                // A page of the same head: the rows of other heads in its pages may be any numbers.
+                any_page = own[needed.start];
+                set_unset(own, any_page);
             }
-            // A page of the same head: the rows of other heads in its pages may be any numbers.
-            let own = &mut list.pages[list_index * of_sequence..(list_index + 1) * of_sequence];
-            any_page = own[needed.start];
-            set_unset(own, any_page);
         }
         set_unset(&mut list.pages, any_page);
         Ok(Some(list))

@@ -22,7 +22,7 @@ const OP: &str = "multi_head_latent_attention";
 /// summed.
 const PRODUCTS: usize = 1 << 21;
 
-/// The number of keys whose scores are summed by a task.
+/// The number of scores that are summed by a task.
 const KEYS_OF_TASK: usize = 1 << 12;
 
 /// The sizes of an indexer, which chooses the keys that each query attends to: DeepSeek V3.2's lightning indexer
@@ -158,18 +158,30 @@ impl HeadSums<'_> {
         let &Self { products, weights, num_heads, keys } = self;
         let rows = weights.len() / num_heads;
         let mut sums = vec![0f32; rows * keys];
+        let add_heads = |row: usize, first: usize, own: &mut [f32]| {
+            for head in row * num_heads..(row + 1) * num_heads {
+                let weight = weights[head];
+                let of_head = &products[head * keys + first..][..own.len()];
+                for (sum, product) in own.iter_mut().zip(of_head) {
+                    *sum += weight * product.max(0.0);
+                }
+            }
+        };
+        if keys <= KEYS_OF_TASK {
+            let rows_of_task = KEYS_OF_TASK / keys.max(1);
+            let workers = Workers::for_tasks(rows.div_ceil(rows_of_task));
+            for_each_chunk(&mut sums, rows_of_task * keys, workers, &|task, some| {
+                for (n, own) in some.chunks_exact_mut(keys).enumerate() {
+                    add_heads(task * rows_of_task + n, 0, own);
+                }
+            });
+            return sums;
+        }
         let tasks_of_row = keys.div_ceil(KEYS_OF_TASK);
         let of_task = keys.div_ceil(tasks_of_row);
         for (row, of_row) in sums.chunks_exact_mut(keys).enumerate() {
-            for_each_chunk(of_row, of_task, Workers::for_tasks(tasks_of_row), &|task, own| {
-                for head in row * num_heads..(row + 1) * num_heads {
-                    let weight = weights[head];
-                    let of_head = &products[head * keys + task * of_task..][..own.len()];
-                    for (sum, product) in own.iter_mut().zip(of_head) {
-                        *sum += weight * product.max(0.0);
-                    }
-                }
-            });
+            let workers = Workers::for_tasks(tasks_of_row);
+            for_each_chunk(of_row, of_task, workers, &|task, own| add_heads(row, task * of_task, own));
         }
         sums
     }

@@ -39,10 +39,7 @@ impl ListableRows {
         Ok(Self {
             k: rows(k)?,
             v: rows(v)?,
-            kv_scales: match kv_scales {
-                Some(scales) => Some(KvScales { format: scales.format, k: rows(&scales.k)?, v: rows(&scales.v)? }),
-                None => None,
-            },
+            kv_scales: kv_scales.as_ref().map(|scales| scales.try_map(rows)).transpose()?,
         })
     }
 
@@ -52,17 +49,15 @@ impl ListableRows {
         Ok(OneKeyPages {
             k: pages(&self.k)?,
             v: pages(&self.v)?,
-            kv_scales: match &self.kv_scales {
-                Some(scales) => Some(KvScales { format: scales.format, k: pages(&scales.k)?, v: pages(&scales.v)? }),
-                None => None,
-            },
+            kv_scales: self.kv_scales.as_ref().map(|scales| scales.try_map(pages)).transpose()?,
         })
     }
 }
 
 /// The rows of listed keys for blocks of queries.
 pub(super) struct SelectedRows {
-    /// (blocks, heads with lists, n). Past the end of a list, a row that another list of the block names.
+    /// (blocks, heads with lists, n). Past the end of a list, a row that some list of the block names; row 0 if none
+    /// does.
     pub rows: Vec<u32>,
     /// The number of keys of each list, (blocks, heads with lists).
     pub lens: Vec<usize>,

@@ -86,7 +86,7 @@ pub fn attend_backward<E: AttentionKernels>(
     let AttentionBackwardProblem { forward, output, softmax_stats, output_grad, lse_grad } = *problem;
     let dims = forward.dims;
     if forward.kv_scales.is_some() {
-        return Err(Error::Shape("expected keys and values that are floats, found some of 8 bits".into()));
+        return Err(Error::Shape("expected keys and values that are floats, found codes".into()));
     }
     let q = queries(&forward)?;
     let mut inputs = CheckedCall::new(&forward)?;

@@ -29,7 +29,7 @@ use crate::cpu::{
 };
 use crate::number::{Number, Stored, Strided, widen_row};
 use candle_attention_call::{AttentionDims, KvHead};
-use products::{AccumulateAttended, KEY_BLOCK, Multiply, Operand, OutputRows, Products};
+use products::{AccumulateAttended, KEY_BLOCK, MOST_GROUPED_ROWS, Multiply, Operand, OutputRows, Products};
 
 /// The most rows that are decoded on any instruction set.
 const MAX_ROWS: usize = 16;
@@ -186,9 +186,10 @@ fn run_joined(heads: &[DecodeTask], run: &(dyn Fn(DecodeStep) + Sync)) {
             head.multiply_keys(&head.block(first, block), run);
         }
     }
-    let are_finite: Vec<bool> = heads.iter().map(|head| head.weights(run)).collect();
+    // The others have multiplied their values already.
+    let finite: Vec<&DecodeTask> = heads.iter().filter(|head| head.weights(run)).collect();
     for first in (0..keys).step_by(block) {
-        for (head, _) in heads.iter().zip(&are_finite).filter(|(_, are_finite)| **are_finite) {
+        for head in &finite {
             head.multiply_values(&head.block(first, block), run);
         }
     }
@@ -312,7 +313,7 @@ impl DecodeTask<'_, '_> {
 
 /// Returns the number of query rows of a key head, a power of two, whose sums fit the registers.
 fn group_rows<V: Vector>(dims: &AttentionDims) -> usize {
-    dims.rows().next_power_of_two().min(if V::LANES == MAX_LANES { 8 } else { 4 })
+    dims.rows().next_power_of_two().min(if V::LANES == MAX_LANES { MOST_GROUPED_ROWS } else { 4 })
 }
 
 /// Converts query rows to f32, times the unit of the scores, with zeros up to whole vectors.

@@ -14,7 +14,7 @@ use candle_attention_call::KvHead;
 pub(super) const KEY_BLOCK: usize = 32;
 
 /// The most query rows of a group.
-const MOST_GROUPED_ROWS: usize = 8;
+pub(super) const MOST_GROUPED_ROWS: usize = 8;
 
 /// The most vectors of sums of outputs that are in registers.
 const MAX_SUMS: usize = 16;

@@ -10,8 +10,9 @@ use crate::flash::{
 #[cfg_attr(miri, ignore = "thousands of keys take minutes")]
 fn heads_side_by_side_have_bits_of_heads_in_one_piece_each() {
     let (t_kv, d) = (2100, 5);
-    // Enough key heads for several in a task on any number of threads up to 64, with one tile each and with more.
-    for (h_kv, t_q) in [(96, 1), (96, 9)] {
+    // Enough key heads for several in a task on any number of threads up to 36: with one tile of rows each, with
+    // several, and with more rows than are decoded.
+    for (h_kv, t_q) in [(96, 1), (96, 5), (96, 9)] {
         let dims = AttentionDims { b: 1, h: 2 * h_kv, h_kv, t_q, t_kv, d, d_v: d };
         let q: Vec<f32> = numbers(dims.h * t_q * d, 1);
         let by_key: [Vec<f32>; 2] = [numbers(h_kv * t_kv * d, 2), numbers(h_kv * t_kv * d, 3)];
