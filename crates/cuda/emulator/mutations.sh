@@ -63,8 +63,8 @@ mutate "ALiBi: positions count from the first query" "$forward -DHAS_ALIBI=1" mo
 decode="-DELEMENT=0 -DHEAD_DIM=32 -DKERNEL_SET=2"
 mutate "decode: one stage too few" "$decode" decode.cuh 'wait_for_copies<DECODE_STAGES - 2>();' 'wait_for_copies<DECODE_STAGES - 1>();'
 mutate "decode: no barrier of the warp" "$decode" decode.cuh $'        warp_barrier();\n        load_decode_tile' '        load_decode_tile'
-mutate "decode: a write to an input" "$decode" decode.cuh 'arguments.log_sum_exp) store_global(arguments.log_sum_exp + statistics' \
-    'arguments.log_sum_exp) store_global((float*)arguments.queries + statistics'
+mutate "decode: a write to an input" "$decode" row_results.cuh 'arguments.log_sum_exp) store_global(arguments.log_sum_exp + row' \
+    'arguments.log_sum_exp) store_global((float*)arguments.queries + row'
 mutate "decode: parts that overlap" "$decode" decode.cuh 'begin + split * share' 'begin + split * (share - DECODE_WARPS)'
 mutate "combine: parts are not weighted by their sums" "$decode" combine_rows.cuh 'own.y * exp2_approximate' 'exp2_approximate'
 mutate "codes: the scale of a key is left out" "$decode -DKEY_CODES=1" decode.cuh 'scale_decode_scores<false>(block, tile_at, scores);' ''

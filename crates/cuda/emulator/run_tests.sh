@@ -98,29 +98,15 @@ all='
 -DELEMENT=0 -DHEAD_DIM=64 -DKEY_ROW_TILES=2 -DWARPS_PER_KEYS=2 -DKERNEL_SET=5
 '
 
-# Compiles and runs one specialisation. The argument is its name, then `|`, then all macros.
-test_one() {
-    local name="${1%%|*}" macros="${1#*|}" program
-    program="$programs/attention_tests_$(md5sum <<<"$macros" | cut -c1-16)"
-    if ! "${CXX:-g++}" -std=c++17 -O1 -w -DEMULATOR -I"$here/../kernels" -I"$here" -I"$headers" $macros "$here/attention_tests.cpp" -o "$program"; then
-        echo "$name: does not compile"
-        return 1
-    fi
-    local output status=0
-    output="$("$program" 2>&1)" || status=1
-    echo "$name: $(tail -1 <<<"$output")"
-    grep -E 'FAIL |FAULT' <<<"$output"
-    return $status
+kind=attention_tests
+compile_tests() {
+    "${CXX:-g++}" -std=c++17 -O1 -w -DEMULATOR -I"$here/../kernels" -I"$here" -I"$headers" $1 \
+        "$here/attention_tests.cpp" -o "$2"
 }
-export -f test_one
-export here programs headers
-
-# Adds to each line on standard input all macros that follow from it.
-complete() {
-    local names
-    names="$(grep -v '^$')"
-    paste -d'|' <(echo "$names") <(specializations options <<<"$names")
-}
+options_of() { specializations options; }
+export -f compile_tests
+export here programs headers kind
+. "$here/specializations.sh"
 
 case "${1:-}" in
     --quick) list="$(complete <<<"$quick")" ;;
@@ -133,7 +119,4 @@ case "${1:-}" in
         ;;
     *) list="$(grep -F -e "$1" <<<"$quick$all" | complete)" ;;
 esac
-grep -v '^$' <<<"$list" | xargs -d '\n' -P "${JOBS:-$(nproc)}" -I{} bash -c 'test_one "$1"' _ {}
-status=$?
-((status == 0)) && echo "all specialisations passed" || echo "a specialisation FAILED"
-exit $status
+run_list "$list"

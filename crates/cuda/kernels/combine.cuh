@@ -7,8 +7,7 @@
 
 #if KERNEL_SET & DECODE_KERNELS
 KERNEL(attention_combine, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
-    const i64 batches = arguments.cumulative_queries ? 1 : arguments.sequences;
-    const i64 rows = batches * arguments.heads * arguments.query_count;
+    const i64 rows = result_rows(arguments);
     const i64 row = (i64)block_index() * (SMALL_BLOCK_THREADS / 32) + thread_index() / 32;
     if (row < rows) combine_parts(arguments, rows, row, thread_index() & 31);
 }

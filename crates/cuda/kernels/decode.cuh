@@ -335,8 +335,7 @@ DEVICE void store_decode_row(const AttentionArguments& arguments, const DecodeBl
     const RowResult result =
         finish_row(arguments, head, maximum, sum, scale, is_whole && arguments.sinks != nullptr);
     const i64 statistics = statistics_row(arguments, block.sequence, head) + query;
-    const i64 batches = arguments.cumulative_queries ? 1 : arguments.sequences;
-    const i64 part = split * batches * arguments.heads * arguments.query_count + statistics;
+    const i64 part = split * result_rows(arguments) + statistics;
     char* output = row_address(arguments.output, arguments.output_strides, block.sequence.batch, head,
                                block.sequence.first_query + query, ELEMENT_BYTES);
     for (int column = block.lane; column < VALUE_DIM; column += 32) {

@@ -73,10 +73,15 @@ DEVICE RowResult finish_row(const LOCAL AttentionArguments& arguments, int head,
     return result;
 }
 
+// The number of rows of (B, H, T_q).
+DEVICE i64 result_rows(const LOCAL AttentionArguments& arguments) {
+    const i64 batches = arguments.cumulative_queries ? 1 : arguments.sequences;
+    return batches * arguments.heads * arguments.query_count;
+}
+
 // The plane of row_statistics with the maxima, behind that of log2_sum.
 DEVICE GLOBAL float* row_maxima(const LOCAL AttentionArguments& arguments) {
-    const i64 batches = arguments.cumulative_queries ? 1 : arguments.sequences;
-    return arguments.row_statistics + batches * arguments.heads * arguments.query_count;
+    return arguments.row_statistics + result_rows(arguments);
 }
 
 // Stores the results of row `row` of (B, H, T_q), where they are wanted.

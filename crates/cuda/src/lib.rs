@@ -63,11 +63,11 @@ pub fn device_name(device: &Device) -> Result<String, Unsupported> {
 pub mod shared {
     pub use crate::arguments::{AttentionArguments, SMALL_BLOCK_THREADS};
     pub use crate::attention::InputAddresses;
-    pub use crate::device::KernelArguments;
+    pub use crate::device::check_dtype;
     #[cfg(feature = "emulator")]
-    pub use crate::device::emulator;
+    pub use crate::device::{CpuMemory, cpu_memory, emulator};
     pub use crate::kernel_pointers::{InputPointer, OutputPointer, Pointee, RowStrides};
-    pub use crate::kernel_struct::{CppType, KernelStruct, StructDefinition};
+    pub use crate::kernel_struct::{CppType, KernelStruct};
     pub use crate::program::Define;
     pub use crate::source::{join_files, shared_file};
 }

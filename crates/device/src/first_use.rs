@@ -4,13 +4,12 @@
 //! what the emulator repeats. So the first call of each kind of kernels computes a small fixed case, which the caller
 //! compares with a result of the CPU. If the numbers differ, or the case fails, other operations run instead.
 
-use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::attempts::Attempts;
 #[cfg(any(feature = "files", test))]
 use crate::disk_cache::DiskCache;
-use crate::failure::{Attempt, Failure};
+use crate::failure::Failure;
 #[cfg(any(feature = "files", test))]
 use crate::hash::Fnv;
 use crate::warnings::warn_of_each_text;
@@ -47,7 +46,7 @@ pub struct FirstUse {
     version: String,
     #[cfg(any(feature = "files", test))]
     memory: DiskCache,
-    attempts: Mutex<HashMap<KernelKind, Arc<Attempt<()>>>>,
+    attempts: Attempts<KernelKind, ()>,
 }
 
 impl FirstUse {
@@ -55,7 +54,7 @@ impl FirstUse {
     /// all that compiles for it, `version` the kernels.
     #[cfg(any(feature = "files", test))]
     pub fn new(device: impl Into<String>, version: impl Into<String>, memory: DiskCache) -> Self {
-        Self { device: device.into(), version: version.into(), memory, attempts: Mutex::default() }
+        Self { device: device.into(), version: version.into(), memory, attempts: Attempts::default() }
     }
 
     /// Returns the name of the device.
@@ -74,11 +73,7 @@ impl FirstUse {
     /// # Errors
     /// If the case failed, now or earlier.
     pub fn check(&self, kind: KernelKind, case: impl FnOnce() -> Result<(), CaseFailure>) -> Result<(), Failure> {
-        let attempt = {
-            let mut attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
-            attempts.entry(kind).or_default().clone()
-        };
-        attempt.get_or_make(|| {
+        self.attempts.get_or_make(kind, || {
             let checked = self.recall_or_run(kind, case);
             if let Err(failure) = &checked {
                 warn_of_each_text(&self.report(failure));
@@ -89,8 +84,7 @@ impl FirstUse {
 
     /// Returns the failure that [`check`](Self::check) would return without another try, if there is one.
     pub fn known_failure(&self, kind: KernelKind) -> Option<Failure> {
-        let attempt = self.attempts.lock().unwrap_or_else(PoisonError::into_inner).get(&kind).cloned()?;
-        attempt.known_failure()
+        self.attempts.known_failure(|| Some(kind))
     }
 
     fn recall_or_run(&self, kind: KernelKind, case: impl FnOnce() -> Result<(), CaseFailure>) -> Result<(), Failure> {

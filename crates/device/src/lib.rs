@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod attempts;
 #[cfg(any(feature = "files", test))]
 mod disk_cache;
 mod failure;
@@ -12,6 +13,7 @@ mod private_files;
 pub mod switches;
 mod warnings;
 
+pub use attempts::Attempts;
 #[cfg(any(feature = "files", test))]
 pub use disk_cache::DiskCache;
 pub use failure::{Attempt, Failure};

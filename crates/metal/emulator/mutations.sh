@@ -55,8 +55,8 @@ mutate "keys of the tile before are skipped" "$plain" 'own.first_key / FORWARD_K
 mutate "rows behind the last key are read" "$plain" 'key + row < end' 'key + row < end + 1'
 mutate "columns behind the last one are read" "-DELEMENT=2 -DHEAD_DIM=21 -DALIGNED_ROWS=0" \
     'column + e >= width' 'column + e > width'
-mutate "keys are not transposed" "$plain" '(8 * c + own.column) * FORWARD_KEY_PITCH + 8 * d + own.row' \
-    '(8 * c + own.row) * FORWARD_KEY_PITCH + 8 * d + own.column'
+mutate "keys are not transposed" "$plain" 'key * FORWARD_KEY_PITCH + 8 * d + own.row' \
+    '(key - own.column + own.row) * FORWARD_KEY_PITCH + 8 * d + own.column'
 mutate "the wrong threads share a row" "$plain" 'larger(x, as_float(shuffle_bits_xor(as_bits(x), 8)))' \
     'larger(x, as_float(shuffle_bits_xor(as_bits(x), 2)))'
 mutate "the sum does not shrink with the maximum" "$plain" 'state.sum *= shrink;' ''
@@ -77,6 +77,10 @@ mutate "a boolean mask that is not read" "$plain -DHAS_BOOLEAN_MASK=1" \
 mutate "ALiBi: positions count from the first query" "$plain -DHAS_ALIBI=1" \
     'modifiers.first_position = sequence.first_position;' 'modifiers.first_position = 0;'
 mutate "more threadgroup memory than devices have" "$plain" 'SHARED_MEMORY(FORWARD_SHARED_BYTES)' 'SHARED_MEMORY(32784)'
+mutate "decode: parts that overlap" "$plain" 'begin + split * share' 'begin + split * (share - 1)'
+mutate "decode: sums of simdgroups are not weighted" "$plain" \
+    'load_shared(from + 1) * exp2_approximate((load_shared(from) - reference) * scale)' 'load_shared(from + 1)'
+mutate "combine: parts are not weighted by their sums" "$plain" 'own.y * exp2_approximate' 'exp2_approximate'
 mutate "threadgroup memory in the address space of a device" "$plain" 'load_shared(at + 1)' 'load_global(at + 1)'
 mutate "device memory in the address space of a threadgroup" "$plain" \
     'load_element(own.queries, column + 1)' \

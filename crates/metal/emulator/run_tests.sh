@@ -46,38 +46,20 @@ all='
 -DELEMENT=1 -DHEAD_DIM=128 -DHAS_SOFTCAP=1 -DHAS_BIAS=1 -DHAS_BOOLEAN_MASK=1 -DHAS_ALIBI=1 -DHAS_RELATIVE_BIAS=1
 '
 
-# Compiles and runs one specialisation. The argument is its name, then `|`, then all macros.
-test_one() {
-    local name="${1%%|*}" macros="${1#*|}" program
-    program="$programs/metal_tests_$(md5sum <<<"$macros" | cut -c1-16)"
-    # The folder of the Metal kernels comes first: it has the file attention.cu that the tests include.
-    if ! "${CXX:-g++}" -std=c++17 -O1 -w -fno-strict-aliasing -DEMULATOR -I"$here" -I"$source" \
-        -I"$here/../../cuda/emulator" $macros "$here/../../cuda/emulator/attention_tests.cpp" -o "$program"; then
-        echo "$name: does not compile"
-        return 1
-    fi
-    local output status=0
-    output="$("$program" 2>&1)" || status=1
-    echo "$name: $(tail -1 <<<"$output")"
-    grep -E 'FAIL |FAULT' <<<"$output"
-    return $status
+kind=metal_tests
+# The folder of the Metal kernels comes first: it has the file attention.cu that the tests include.
+compile_tests() {
+    "${CXX:-g++}" -std=c++17 -O1 -w -fno-strict-aliasing -DEMULATOR -I"$here" -I"$source" \
+        -I"$here/../../cuda/emulator" $1 "$here/../../cuda/emulator/attention_tests.cpp" -o "$2"
 }
-export -f test_one
-export here programs source
-
-# Adds to each line on standard input all macros that follow from it.
-complete() {
-    local names
-    names="$(grep -v '^$')"
-    paste -d'|' <(echo "$names") <(programs_of options <<<"$names")
-}
+options_of() { programs_of options; }
+export -f compile_tests
+export here programs source kind
+. "$here/../../cuda/emulator/specializations.sh"
 
 case "${1:-}" in
     --quick) list="$(complete <<<"$quick")" ;;
     "") list="$(complete <<<"$quick$all")" ;;
     *) list="$(grep -F -e "$1" <<<"$quick$all" | complete)" ;;
 esac
-grep -v '^$' <<<"$list" | xargs -d '\n' -P "${JOBS:-$(nproc)}" -I{} bash -c 'test_one "$1"' _ {}
-status=$?
-((status == 0)) && echo "all specialisations passed" || echo "a specialisation FAILED"
-exit $status
+run_list "$list"

@@ -87,9 +87,7 @@ DEVICE void store_part(const LOCAL AttentionArguments& arguments, const LOCAL Fo
     const float sum = row_sum(state.sum);
     if (!own.is_query) return;
     const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
-    const i64 batches = arguments.cumulative_queries ? 1 : arguments.sequences;
-    const i64 row = split * batches * arguments.heads * arguments.query_count +
-                    statistics_row(arguments, sequence, own.head) + own.query;
+    const i64 row = split * result_rows(arguments) + statistics_row(arguments, sequence, own.head) + own.query;
     UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++) {
         const int column = 8 * d + own.column;
         GLOBAL float* to = arguments.partial_outputs + row * VALUE_DIM + column;
@@ -145,8 +143,7 @@ KERNEL(attention_decode, FORWARD_THREADS) {
 KERNEL(attention_combine, SMALL_BLOCK_THREADS) {
     AttentionArguments arguments;
     READ_ATTENTION_ARGUMENTS(arguments)
-    const i64 batches = arguments.cumulative_queries ? 1 : arguments.sequences;
-    const i64 rows = batches * arguments.heads * arguments.query_count;
+    const i64 rows = result_rows(arguments);
     const i64 row = (i64)group_index * (SMALL_BLOCK_THREADS / 32) + thread_index / 32;
     if (row < rows) combine_parts(arguments, rows, row, (int)thread_index % 32);
 }

@@ -12,13 +12,12 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use candle_attention_cuda::shared::emulator::{
     EmulatedLaunch, EmulatedProgram, Region, compile, compiler, hash_files, target_folder,
 };
-use candle_attention_cuda::shared::{AttentionArguments, Define};
+use candle_attention_cuda::shared::{AttentionArguments, CpuMemory, Define, cpu_memory};
 use candle_attention_cuda::{SourceFault, fault_of_thread};
 use candle_attention_device::Fnv;
 use candle_core::op::BackpropOp;
 use candle_core::{Device, Result, Storage, Tensor, bail};
 
-use crate::copies::{CopiedMemory, memory_of};
 use crate::launch::{MetalLaunch, launches_of_thread};
 use crate::operands::MetalOperands;
 use crate::source;
@@ -48,11 +47,11 @@ pub(crate) fn run(
 ) -> Result<Vec<Tensor>> {
     let mut regions = Vec::new();
     for input in &operands.inputs {
-        let CopiedMemory { address, bytes } = memory_of(&input.copy)?;
+        let CpuMemory { address, bytes } = cpu_memory(&input.copy)?;
         regions.push(Region { name: input.name, address, bytes, is_input: true });
     }
     for output in &operands.outputs {
-        let CopiedMemory { address, bytes } = memory_of(&output.copy)?;
+        let CpuMemory { address, bytes } = cpu_memory(&output.copy)?;
         regions.push(Region { name: output.name, address, bytes, is_input: false });
     }
     for launch in launches {

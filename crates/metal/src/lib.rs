@@ -29,7 +29,7 @@ use candle_attention_cuda::all_options;
 pub use call::{MetalAttention, MetalKernel, MetalOutput};
 pub use candle_attention_cuda::Unsupported;
 pub use launch::launches_of_thread;
-pub use run::{first_use, is_available, kernels_version};
+pub use run::{first_use, is_available};
 
 /// Returns all macros of the program with some constants, such as `-DHEAD_DIM=64 -DHAS_SOFTCAP=1`, as options of a C++
 /// compiler. Constants that are not given have a default. The tests on the emulator run such programs.

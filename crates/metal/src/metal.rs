@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_attention_cuda::shared::{AttentionArguments, Define};
-use candle_attention_device::{DiskCache, FirstUse};
+use candle_attention_device::{Attempts, DiskCache, Failure, FirstUse};
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{Device, Error, MetalDevice, MetalStorage, Result, Storage, Tensor, bail};
@@ -29,7 +29,7 @@ struct PipelineKey {
 /// A compiled kernel, or the reason why it does not compile, which is the same in every later call.
 type CompiledPipeline = std::result::Result<ComputePipeline, String>;
 
-static PIPELINES: LazyLock<Mutex<HashMap<PipelineKey, CompiledPipeline>>> = LazyLock::new(Mutex::default);
+static PIPELINES: LazyLock<Attempts<PipelineKey, ComputePipeline>> = LazyLock::new(Attempts::default);
 
 fn key(launch: &MetalLaunch, device: &MetalDevice) -> PipelineKey {
     let gpu = device.metal_device().registry_id();
@@ -40,12 +40,7 @@ fn key(launch: &MetalLaunch, device: &MetalDevice) -> PipelineKey {
 /// kernel failed.
 pub(crate) fn known_failure(device: &Device, launch: impl FnOnce() -> Option<MetalLaunch>) -> Option<String> {
     let Device::Metal(device) = device else { return None };
-    if PIPELINES.lock().unwrap_or_else(PoisonError::into_inner).values().all(CompiledPipeline::is_ok) {
-        return None;
-    }
-    let wanted = key(&launch()?, device);
-    let pipelines = PIPELINES.lock().unwrap_or_else(PoisonError::into_inner);
-    pipelines.get(&wanted)?.as_ref().err().cloned()
+    PIPELINES.known_failure(|| Some(key(&launch()?, device))).map(|failure| failure.reason)
 }
 
 /// Returns the checks of the kernels at their first use on a device: no Mac of ours has run them.
@@ -63,8 +58,8 @@ pub(crate) fn first_use(device: &Device, version: impl FnOnce() -> String) -> Op
 
 /// Returns a compiled kernel, which is compiled in the first call.
 fn pipeline(launch: &MetalLaunch, device: &MetalDevice) -> CompiledPipeline {
-    let mut pipelines = PIPELINES.lock().unwrap_or_else(PoisonError::into_inner);
-    pipelines.entry(key(launch, device)).or_insert_with(|| compile(launch, device)).clone()
+    let compiled = PIPELINES.get_or_make(key(launch, device), || compile(launch, device).map_err(Failure::lasting));
+    compiled.map_err(|failure| failure.reason)
 }
 
 fn compile(launch: &MetalLaunch, device: &MetalDevice) -> CompiledPipeline {

@@ -3,10 +3,10 @@
 //! A pointer in the arguments has the number of its tensor or buffer in the upper bits, and the first byte in the lower
 //! ones: Candle binds buffers to indices, and Metal adds the addresses. On the emulator, it is an address of a copy.
 
-use candle_attention_cuda::shared::{InputAddresses, InputPointer, OutputPointer, Pointee};
+use candle_attention_cuda::shared::{InputAddresses, InputPointer, OutputPointer, Pointee, check_dtype};
 #[cfg(feature = "emulator")]
 use candle_core::CpuStorage;
-use candle_core::{DType, Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor};
 
 /// The place of a number in a pointer.
 const NUMBER_SHIFT: u32 = 48;
@@ -84,15 +84,12 @@ impl MetalOperands<'_> {
         shape: impl Into<Shape>,
     ) -> Result<OutputPointer<T>> {
         let shape = shape.into();
-        let place = OperandPlace::Output { number: self.outputs.len() };
         #[cfg(feature = "emulator")]
         let copy = crate::copies::poisoned(dtype, shape.elem_count())?;
         #[cfg(feature = "emulator")]
         let address = crate::copies::address_of(&copy)?;
         #[cfg(not(feature = "emulator"))]
-        let address = place.pointer();
-        #[cfg(feature = "emulator")]
-        log::trace!("{name} is {place:?} at {address:#x}, not {:#x}", place.pointer());
+        let address = OperandPlace::Output { number: self.outputs.len() }.pointer();
         self.outputs.push(WrittenBuffer {
             name,
             dtype,
@@ -106,21 +103,14 @@ impl MetalOperands<'_> {
 
 impl<'t> InputAddresses<'t> for MetalOperands<'t> {
     fn input<T: Pointee>(&mut self, name: &'static str, tensor: &'t Tensor) -> Result<InputPointer<T>> {
-        if let Some(expected) = T::DTYPE
-            && tensor.dtype() != expected
-        {
-            bail!("{name} has the dtype {:?}, expected {expected:?}", tensor.dtype())
-        }
+        check_dtype::<T>(name, tensor.dtype())?;
         let first_byte = tensor.layout().start_offset() * tensor.dtype().size_in_bytes();
-        let place = OperandPlace::Input { number: self.inputs.len(), first_byte };
         #[cfg(feature = "emulator")]
         let copy = crate::copies::copy_of(tensor)?;
         #[cfg(feature = "emulator")]
         let address = crate::copies::address_of(&copy)? + first_byte as u64;
         #[cfg(not(feature = "emulator"))]
-        let address = place.pointer();
-        #[cfg(feature = "emulator")]
-        log::trace!("{name} is {place:?} at {address:#x}, not {:#x}", place.pointer());
+        let address = OperandPlace::Input { number: self.inputs.len(), first_byte }.pointer();
         self.inputs.push(ReadTensor {
             name,
             tensor,

@@ -33,8 +33,7 @@ pub fn is_available(device: &Device) -> std::result::Result<(), Unsupported> {
     #[cfg(not(feature = "emulator"))]
     match device {
         Device::Metal(_) if cfg!(all(feature = "metal", any(target_vendor = "apple", metal_check))) => {
-            // Nobody has seen their results on a Mac.
-            if std::env::var_os(VARIABLE).is_some_and(|value| value == "1") {
+            if is_turned_on() {
                 return Ok(());
             }
             Err(Unsupported::new(format!(
@@ -46,6 +45,13 @@ pub fn is_available(device: &Device) -> std::result::Result<(), Unsupported> {
     }
 }
 
+/// Returns whether the environment turns the kernels on, which is read once: nobody has seen their results on a Mac.
+#[cfg(not(feature = "emulator"))]
+fn is_turned_on() -> bool {
+    static IS_ON: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    *IS_ON.get_or_init(|| std::env::var_os(VARIABLE).is_some_and(|value| value == "1"))
+}
+
 /// Returns the checks of the kernels at their first use on a device. There are none where no kernels run, where the
 /// environment turns the checks off, and on the emulator, unless it is a `NewDevice`.
 #[cfg_attr(
@@ -53,17 +59,20 @@ pub fn is_available(device: &Device) -> std::result::Result<(), Unsupported> {
     expect(unused_variables, reason = "the emulator runs calls of any device, and others have no kernels")
 )]
 pub fn first_use(device: &Device) -> Option<Arc<FirstUse>> {
+    if !FIRST_USE_CHECKS.is_on() {
+        return None;
+    }
     #[cfg(feature = "emulator")]
     let checks = candle_attention_cuda::first_use(&Device::Cpu).map(|of_device| of_device.checks);
     #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_check), not(feature = "emulator")))]
     let checks = crate::metal::first_use(device, kernels_version);
     #[cfg(not(any(feature = "emulator", all(feature = "metal", any(target_vendor = "apple", metal_check)))))]
-    let checks: Option<Arc<FirstUse>> = None;
-    checks.filter(|_| FIRST_USE_CHECKS.is_on())
+    let checks = None;
+    checks
 }
 
 /// Returns the version of the package and a hash of the kernels' source.
-pub fn kernels_version() -> String {
+pub(crate) fn kernels_version() -> String {
     let mut hash = Fnv::new();
     hash.add_text(&source::assemble());
     format!("{}, sources {:032x}", env!("CARGO_PKG_VERSION"), hash.value())

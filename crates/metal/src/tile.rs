@@ -4,7 +4,7 @@ use candle_attention_cuda::shared::Define;
 
 /// The most bytes of threadgroup memory on every device (Metal Feature Set Tables, "maximum threadgroup memory
 /// allocation").
-pub(crate) const MOST_SHARED_BYTES: usize = 32 * 1024;
+const MOST_SHARED_BYTES: usize = 32 * 1024;
 
 /// The simdgroups of a threadgroup.
 const SIMDGROUPS: usize = 4;

@@ -101,7 +101,7 @@ pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Re
         Choice::Cuda(cuda_path) => attend_on_cuda(&call, *cuda_path, wanted, || reference::attend(&call, wanted)),
         Choice::Metal(metal_path) => unless_check_failed(
             &call,
-            metal_path.check_first_use(&call),
+            metal_path.check_first_use(),
             || reference::attend(&call, wanted),
             || metal_path.attend(&call, wanted),
         ),
@@ -121,12 +121,12 @@ fn attend_on_cuda(
 
 /// Runs a call on kernels, or on the reference path if they fail, or failed their check at first use, and another path
 /// is allowed.
-fn unless_check_failed<T>(
+fn unless_check_failed(
     call: &Call,
     check: std::result::Result<(), String>,
-    reference: impl FnOnce() -> Result<T>,
-    kernels: impl FnOnce() -> Result<T>,
-) -> Result<T> {
+    reference: impl FnOnce() -> Result<Attended>,
+    kernels: impl FnOnce() -> Result<Attended>,
+) -> Result<Attended> {
     match check {
         Ok(()) => or_reference(call, kernels(), reference),
         Err(reason) if call.backend == Backend::Fused => bail!("[{}] no fused path: {reason}", call.op),

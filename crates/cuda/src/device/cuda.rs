@@ -177,7 +177,7 @@ impl CudaRunner {
     /// # Errors
     /// If it does not compile or load.
     pub fn load(&self, program: &Program) -> LoadResult<CudaProgram> {
-        self.context.programs.get_or_load(program, || self.context.compile(program))
+        self.context.programs.get_or_make(program.clone(), || self.context.compile(program))
     }
 
     /// Returns the failure of a program that an earlier call could not load. `program` is called only if there is any.

@@ -85,7 +85,7 @@ pub(super) fn load(program: &Program) -> LoadResult<EmulatedProgram> {
     let fault = fault_of_thread();
     let program = &with_fault(program, fault);
     let open = || EmulatedProgram::open(&build(program, fault)?).map(Arc::new);
-    PROGRAMS.get_or_load(program, || open().map_err(|error: Error| Failure::lasting(error.to_string())))
+    PROGRAMS.get_or_make(program.clone(), || open().map_err(|error: Error| Failure::lasting(error.to_string())))
 }
 
 /// Returns a program under another name if its source has a fault.

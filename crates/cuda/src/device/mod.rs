@@ -28,23 +28,28 @@ pub use launch::launches_of_thread;
 pub(crate) use launch::{Grid, Launch};
 #[cfg(feature = "emulator")]
 pub use new_device::{NewDevice, SourceFault, fault_of_thread, on_new_device};
+pub use operands::check_dtype;
+#[cfg(feature = "emulator")]
+pub use operands::{CpuMemory, cpu_memory};
 pub(crate) use operands::{Operands, TensorLocks};
 
 use crate::capability::{Capability, Limits};
 use crate::program::Program;
 use crate::unsupported::Unsupported;
 
-/// Returns the checks of the kernels at their first use on a device. There are none where no kernels run,
-/// on the emulator, and where the environment turns the checks off.
+/// Returns the checks of the kernels at their first use on a device. There are none where no kernels run, where the
+/// environment turns the checks off, and on the emulator, unless it is a `NewDevice`.
 pub fn first_use(device: &Device) -> Option<DeviceChecks> {
-    let checks = match device {
+    if !FIRST_USE_CHECKS.is_on() {
+        return None;
+    }
+    match device {
         #[cfg(feature = "emulator")]
         Device::Cpu => new_device::checks_of_thread(),
         #[cfg(feature = "cuda")]
         Device::Cuda(cuda_device) => cuda::first_use(cuda_device),
         _ => None,
-    };
-    checks.filter(|_| FIRST_USE_CHECKS.is_on())
+    }
 }
 
 thread_local! {

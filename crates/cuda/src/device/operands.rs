@@ -184,7 +184,10 @@ impl<'a, 't> Operands<'a, 't> {
 }
 
 /// Checks the dtype of memory that a pointer in a kernel's argument points to.
-fn check_dtype<T: Pointee>(name: &str, dtype: DType) -> Result<()> {
+///
+/// # Errors
+/// If the pointer is for another dtype.
+pub fn check_dtype<T: Pointee>(name: &str, dtype: DType) -> Result<()> {
     match T::DTYPE {
         Some(expected) if dtype != expected => bail!("{name} has the dtype {dtype:?}, expected {expected:?}"),
         _ => Ok(()),
@@ -192,13 +195,18 @@ fn check_dtype<T: Pointee>(name: &str, dtype: DType) -> Result<()> {
 }
 
 /// Memory of the CPU.
-struct CpuMemory {
-    address: u64,
-    bytes: usize,
+pub struct CpuMemory {
+    /// The address of the first byte.
+    pub address: u64,
+    /// The size.
+    pub bytes: usize,
 }
 
 /// Returns the memory of a storage.
-fn cpu_memory(storage: &CpuStorage) -> Result<CpuMemory> {
+///
+/// # Errors
+/// For a dtype that no kernel reads.
+pub fn cpu_memory(storage: &CpuStorage) -> Result<CpuMemory> {
     fn of<T>(numbers: &[T]) -> CpuMemory {
         CpuMemory { address: numbers.as_ptr() as u64, bytes: size_of_val(numbers) }
     }

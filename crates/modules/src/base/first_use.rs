@@ -89,7 +89,7 @@ impl FirstUseCase {
         let mut largest = CaseError { name: "no result", error: 0.0 };
         for ComparedResult { name, found, expected } in (self.run)(device, dtype)? {
             let error = relative_error(&found, &expected)?;
-            // The comparison is false for NaN, which no error is.
+            // No error is NaN.
             if error >= largest.error {
                 largest = CaseError { name, error };
             }
@@ -143,11 +143,11 @@ fn relative_error(found: &Tensor, expected: &Tensor) -> Result<f64> {
         let gap = (own - other).abs();
         difference = difference.max(if gap.is_nan() { f64::INFINITY } else { gap });
     }
-    Ok(difference / largest)
+    Ok(if difference.is_infinite() { f64::INFINITY } else { difference / largest })
 }
 
 /// Returns numbers from -1.5 to 1.5 on the CPU that look random and are the same in every call, rounded to a dtype.
-/// Each seed gives different numbers.
+/// Each seed draws different numbers.
 pub fn case_numbers(shape: &[usize], seed: u64, dtype: DType) -> Result<Tensor> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut next = || {
@@ -232,6 +232,7 @@ mod tests {
     fn first_use_error_is_relative_to_the_largest_number_and_infinite_for_nan() {
         assert_eq!(error_of(&[1.0, -4.0], &[2.0, -4.0]), 0.25);
         assert_eq!(error_of(&[1.0, f32::NAN], &[1.0, 2.0]), f64::INFINITY);
+        assert_eq!(error_of(&[1.0], &[f32::INFINITY]), f64::INFINITY);
         assert_eq!(error_of(&[1.0], &[1.0, 2.0]), f64::INFINITY);
         assert_eq!(error_of(&[0.0], &[0.0]), 0.0);
     }

@@ -42,13 +42,13 @@ impl MetalKernelCall {
     ///
     /// # Errors
     /// If the case failed, now or earlier: the sentence says why. It has been logged.
-    pub fn check_first_use(&self, call: &Call) -> std::result::Result<(), String> {
-        let q = &call.attention.q;
+    pub fn check_first_use(&self) -> std::result::Result<(), String> {
+        let q = &self.attention.call().q;
         self.first_use_case().check_by(first_use(q.device()), q.device(), q.dtype())
     }
 
     fn first_use_case(&self) -> FirstUseCase {
-        match self.kernel() {
+        match self.kernel {
             MetalKernel::Forward => FORWARD,
             MetalKernel::Decode { .. } => DECODE,
         }

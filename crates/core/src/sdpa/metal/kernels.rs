@@ -35,10 +35,10 @@ impl MetalPath {
     ///
     /// # Errors
     /// If the check failed, now or earlier: the sentence says why. It has been logged.
-    pub fn check_first_use(&self, call: &Call) -> std::result::Result<(), String> {
+    pub fn check_first_use(&self) -> std::result::Result<(), String> {
         match self {
             Self::Operation(_) => Ok(()),
-            Self::Kernel(kernel) => kernel.check_first_use(call),
+            Self::Kernel(kernel) => kernel.check_first_use(),
         }
     }
 
@@ -65,16 +65,11 @@ impl MetalPath {
 
 /// A call that a kernel of this crate supports, in the form that it reads.
 pub(crate) struct MetalKernelCall {
-    attention: MetalAttention,
-    kernel: MetalKernel,
+    pub(super) attention: MetalAttention,
+    pub(super) kernel: MetalKernel,
 }
 
 impl MetalKernelCall {
-    /// Returns the kernel.
-    pub fn kernel(&self) -> MetalKernel {
-        self.kernel
-    }
-
     /// Returns the call for the kernels, whether or not they have failed a check, or the reason why they do not support
     /// it.
     pub fn unchecked(call: &Call, wanted: RequestedResults) -> std::result::Result<Self, String> {
