@@ -1,4 +1,5 @@
-"""Times 32 requests to SmolLM2-135M, here and in llama.cpp's server, in turn: see README.md.
+"""Times 32 requests to SmolLM2-135M, here and in llama.cpp's server, or here with and without pages, in turn: see
+README.md.
 
 The prompts have 50 to 500 tokens, of which the first 200 are equal in all; each request generates 64 tokens. All
 requests arrive at once.
@@ -19,6 +20,8 @@ import urllib.request
 import real
 
 REQUESTS, COMMON, GENERATED = 32, 200, 64
+# Of --prompt, so that a run takes seconds.
+PROMPTS = 8
 FILE = real.DATA / "requests.jsonl"
 # The number of tokens that this crate generated for each request, until the end token or 64: llama.cpp has to generate
 # the same number.
@@ -31,6 +34,8 @@ def main():
     parser.add_argument("--types", default="f32,bf16,q8_0,q4_1", help="the types of weights (default: %(default)s)")
     parser.add_argument("--slots", default="8,32", help="llama.cpp's --parallel, of which the best counts (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="for every engine")
+    parser.add_argument("--join", action="store_true", help="a batch of caches that sequences join instead of llama.cpp, in f32 and bf16")
+    parser.add_argument("--prompt", action="store_true", help="prompts of 1,024 tokens instead, one after the other, through pages in chunks of 256 and at once")
     parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
@@ -39,7 +44,13 @@ def main():
         return
     subprocess.run(["cargo", "build", "--release", "--quiet", "--example", "serve_requests"], cwd=real.ROOT, check=True)
     real.prepare_language()
+    if args.prompt:
+        time_prompt(args)
+        return
     write_requests()
+    if args.join:
+        time_join(args)
+        return
     print(f"| SmolLM2-135M, {REQUESTS} requests, {args.threads} threads | this crate, s | llama.cpp, s | ratio |")
     print("| --- | ---: | ---: | ---: |")
     for dtype in args.types.split(","):
@@ -54,6 +65,38 @@ def main():
                 theirs.setdefault(slots, []).append(taken)
         mine, (slots, other) = statistics.median(ours), min(((slots, statistics.median(all)) for slots, all in theirs.items()), key=lambda pair: pair[1])
         print(f"| {dtype} | {mine:.1f} | {other:.1f} ({slots} slots) | {mine / other:.2f} |", flush=True)
+
+
+def time_join(args):
+    build = ["cargo", "bench", "--quiet", "-p", "candle-attention-compare", "--bench", "joined", "--no-run", "--message-format", "json"]
+    lines = subprocess.run(build, cwd=real.ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    built = [json.loads(line) for line in lines if line.startswith("{")]
+    program = next(one["executable"] for one in built if one.get("target", {}).get("name") == "joined" and one.get("executable"))
+    print(f"| SmolLM2-135M, {REQUESTS} requests, {args.threads} threads | in pages, s | in a batch with `join`, s | ratio |")
+    print("| --- | ---: | ---: | ---: |")
+    for dtype in ("f32", "bf16"):
+        pages, batch = [], []
+        for _ in range(args.rounds):
+            pages.append(candle_attention(dtype, args.threads))
+            command = [program, "--model", real.checkpoint(), "--requests", FILE, *(["--bf16"] if dtype == "bf16" else [])]
+            ran = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"RAYON_NUM_THREADS": str(args.threads)})
+            batch.append(seconds_of(ran))
+        mine, other = statistics.median(pages), statistics.median(batch)
+        print(f"| {dtype} | {mine:.2f} | {other:.2f} | {mine / other:.2f} |", flush=True)
+
+
+def time_prompt(args):
+    prompts = [[100 + n, *real.ids(1023)] for n in range(PROMPTS)]
+    FILE.write_text("".join(json.dumps({"ids": prompt, "max_tokens": 1}) + "\n" for prompt in prompts))
+    print(f"| SmolLM2-135M, {PROMPTS} prompts of 1,024 tokens, {args.threads} threads | chunks of 256, s | one piece, s | one piece / chunks |")
+    print("| --- | ---: | ---: | ---: |")
+    for dtype in ("f32", "bf16"):
+        times = {256: [], 1024: []}
+        for _ in range(args.rounds):
+            for chunk, taken in times.items():
+                taken.append(candle_attention(dtype, args.threads, "--token-budget", str(chunk), "--chunk", str(chunk)))
+        chunks, whole = (statistics.median(taken) for taken in times.values())
+        print(f"| {dtype} | {chunks:.3f} | {whole:.3f} | {whole / chunks:.2f} |", flush=True)
 
 
 def requests():
@@ -72,12 +115,16 @@ def write_requests():
     FILE.write_text("\n".join(lines) + "\n")
 
 
-def candle_attention(dtype, threads):
+def candle_attention(dtype, threads, *options):
     """Returns the seconds from the first arrival to the last token."""
-    command = [real.ROOT / "target/release/examples/serve_requests", *real.model_args(dtype), "--requests", FILE, "--batch", str(REQUESTS), "--pages", "2048"]
+    command = [real.ROOT / "target/release/examples/serve_requests", *real.model_args(dtype), "--requests", FILE, "--batch", str(REQUESTS), "--pages", "2048", *options]
     ran = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"RAYON_NUM_THREADS": str(threads)})
     counts = {line["id"]: len(line["ids"]) for line in map(json.loads, ran.stdout.splitlines())}
     COUNTS.write_text(json.dumps(counts))
+    return seconds_of(ran)
+
+
+def seconds_of(ran):
     return float(re.search(r"in ([\d.]+) s$", ran.stderr, re.MULTILINE).group(1))
 
 
