@@ -62,16 +62,16 @@ pub use candle_attention_core::{
     MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OutputLayout, PackedSequences, PageCopy, PageTable,
     PagedSequences, PagedStep, PagedTokens, Plan, ProjectedMemory, RelativeBias, RelativeBiasConfig,
     RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions,
-    SequenceId, SharedPrefix, StatisticsOptions, StepTokens, TokenTree, ValidLens, WeightLayout, Windows, alibi_slopes,
-    cpu, masked_softmax, merge_attention, plan, plan_paged, scaled_dot_product_attention,
-    scaled_dot_product_attention_paged, scaled_dot_product_attention_paged_with_lse,
+    SequenceId, SharedPrefix, StateAfter, StatisticsOptions, StepStates, StepTokens, TokenTree, ValidLens,
+    WeightLayout, Windows, alibi_slopes, cpu, masked_softmax, merge_attention, plan, plan_paged,
+    scaled_dot_product_attention, scaled_dot_product_attention_paged, scaled_dot_product_attention_paged_with_lse,
     scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
     scaled_dot_product_attention_varlen_with_statistics, scaled_dot_product_attention_with_lse,
     scaled_dot_product_attention_with_statistics, scaled_dot_product_attention_with_weights,
 };
 #[cfg(feature = "linear-attention")]
 pub use candle_attention_delta::{
-    DeltaCache, DeltaInput, DeltaLayout, DeltaOptions, GatedDeltaNet, GatedDeltaNetConfig, gated_delta_rule,
+    DeltaCache, DeltaInput, DeltaLayout, DeltaOptions, DeltaPool, GatedDeltaNet, GatedDeltaNetConfig, gated_delta_rule,
     gated_delta_rule_varlen,
 };
 pub use candle_attention_modules::{

@@ -11,13 +11,13 @@ mod blocks;
 use std::ops::Range;
 
 use candle_attention::{
-    AttentionCacheConfig, AttentionMask, KvPool, PackedLinear, PagedTokens, RopeConfig, RopeScaling,
+    AttentionCacheConfig, AttentionMask, KvPoolConfig, PackedLinear, PageTable, PagedTokens, RopeConfig, RopeScaling,
 };
 use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::Embedding;
 use serde_json::Value;
 
-use attention::{Attention, Cache, Input};
+use attention::{Attention, Cache, Input, Pool};
 use blocks::family::{Family, LAYERS, LogitScaling, required, size, text_config, ties_embeddings};
 pub use blocks::{Blocks, attention, gguf, weights};
 use blocks::{Loader, Norm, optional};
@@ -197,9 +197,29 @@ impl CausalLm {
         })
     }
 
-    /// Computes hidden states (total, E) of the packed token ids of a step, whose keys and values are stored in a pool
-    /// for each block.
-    pub fn forward_paged(&self, ids: &[u32], step: &PagedTokens, pools: &[KvPool]) -> Result<Tensor> {
+    /// Makes a pool for each block. `config` can change the config of each pool of keys and values.
+    pub fn pools(&self, table: &PageTable, config: impl Fn(KvPoolConfig) -> KvPoolConfig) -> Result<Vec<Pool>> {
+        let attentions = self.blocks.attentions().enumerate();
+        attentions.map(|(layer, attention)| attention.pool(layer, table, self.device(), &config)).collect()
+    }
+
+    /// Returns whether a block has linear attention, whose state follows from all tokens before.
+    pub fn has_states(&self) -> bool {
+        self.blocks.attentions().any(Attention::is_linear)
+    }
+
+    /// Returns the longest window of the blocks; `None` if a block attends to all tokens, or none has a window.
+    pub fn window(&self) -> Option<usize> {
+        let mut longest = 0;
+        for attention in self.blocks.attentions() {
+            longest = longest.max(attention.window()?);
+        }
+        (longest > 0).then_some(longest)
+    }
+
+    /// Computes hidden states (total, E) of the packed token ids of a step, whose keys and values, or states, are
+    /// stored in a pool for each block.
+    pub fn forward_paged(&self, ids: &[u32], step: &PagedTokens, pools: &[Pool]) -> Result<Tensor> {
         let positions: Vec<_> = step.positions().into_iter().map(|position| position as usize).collect();
         let longest = positions.iter().max().map_or(0, |&last| last + 1);
         let xs = self.embed(&Tensor::new(ids, &Device::Cpu)?, &positions, longest)?;

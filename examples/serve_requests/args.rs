@@ -48,6 +48,11 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value = "16", value_parser = count)]
     pub page_size: NonZeroUsize,
 
+    /// The number of states of linear attention, at least two for each request of a batch; the others keep the states
+    /// after common beginnings [default: four for each]
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub states: Option<NonZeroUsize>,
+
     /// The type of stored keys and values [default: the type of the activations]. q8 stores 8 bits and a scale for each
     /// row, e4m3 floats of 8 bits and such a scale, q4 4 bits and a scale for each 64 numbers
     #[arg(long, value_name = "TYPE", value_parser = ["f32", "bf16", "f16", "q8", "e4m3", "q4"])]
@@ -63,6 +68,12 @@ pub struct Args {
 }
 
 impl Args {
+    /// Returns the number of states of a model with linear attention.
+    pub fn states(&self) -> usize {
+        let most = self.batch.min(self.token_budget).get();
+        self.states.map_or(most.saturating_mul(4), NonZeroUsize::get)
+    }
+
     /// Returns the limits of the scheduler.
     pub fn limits(&self) -> Limits {
         Limits { tokens: self.token_budget.get(), chunk: self.chunk.get(), requests: self.batch.get() }

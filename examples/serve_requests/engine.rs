@@ -1,16 +1,17 @@
 //! A model with a pool of pages for each layer.
 
-use candle_attention::{KvCodeFormat, KvPool, PageTable};
+use candle_attention::{KvCodeFormat, KvPoolConfig, PageTable};
 use candle_core::{D, DType, Result, Tensor, bail};
 
 use crate::common::EXAMPLE;
 use crate::model::CausalLm;
+use crate::model::attention::Pool;
 use crate::scheduler::StepInput;
 
 /// A model and its pools.
 pub struct Engine<'m> {
     model: &'m CausalLm,
-    pools: Vec<KvPool>,
+    pools: Vec<Pool>,
 }
 
 impl<'m> Engine<'m> {
@@ -20,25 +21,20 @@ impl<'m> Engine<'m> {
     /// # Errors
     /// If a layer cannot use pages, and if a pool does not fit in memory.
     pub fn new(model: &'m CausalLm, table: &PageTable, kv_cache: Option<&str>) -> Result<Self> {
-        let mut pools = Vec::new();
-        for (layer, attention) in model.blocks.attentions().enumerate() {
-            let config = attention.pool_config(layer, table)?.with_dtype(model.dtype());
-            let config = match kv_cache {
-                None => config,
-                Some(name) => match name.parse::<DType>() {
-                    Ok(dtype) => config.with_dtype(dtype),
-                    // The other names are of codes.
-                    Err(_) => config.with_codes(KvCodeFormat::of_name(name)),
-                },
-            };
-            pools.push(KvPool::new(&config, model.device())?);
-        }
-        Ok(Self { model, pools })
+        let config = |own: KvPoolConfig| match kv_cache {
+            None => own.with_dtype(model.dtype()),
+            Some(name) => match name.parse::<DType>() {
+                Ok(dtype) => own.with_dtype(dtype),
+                // The other names are of codes.
+                Err(_) => own.with_codes(KvCodeFormat::of_name(name)),
+            },
+        };
+        Ok(Self { model, pools: model.pools(table, config)? })
     }
 
     /// Returns the size of all pools in bytes.
     pub fn memory(&self) -> usize {
-        self.pools.iter().map(KvPool::memory).sum()
+        self.pools.iter().map(Pool::memory).sum()
     }
 
     /// Checks that a request of token ids, with `max_tokens` to generate, is possible for the model.

@@ -25,7 +25,7 @@ use crate::timeline::Period;
 pub fn run(args: &Args) -> Result<ExitCode> {
     make_folders(&[args.model.page.as_ref()])?;
     let requests = requests::read(&args.requests)?;
-    let page_table = PageTable::new(args.pages.get(), args.page_size.get())?;
+    let mut page_table = PageTable::new(args.pages.get(), args.page_size.get())?;
     let device = args.model.device.open(0)?;
     let files = Files::open(args, &device)?;
     let is_text = |request: &FileRequest| matches!(request.prompt, Prompt::Text(_));
@@ -33,8 +33,14 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let json = files.config()?;
     let weights = files.weights(args, &device, None)?;
     let model = with_bar("loading", "blocks", |loaded| CausalLm::load(&json, weights, loaded))?;
+    if model.has_states() {
+        page_table = page_table.with_states(args.states())?;
+    }
     let engine = Engine::new(&model, &page_table, args.kv_cache.as_deref())?;
     let mut scheduler = Scheduler::new(page_table, args.limits())?;
+    if let Some(window) = model.window() {
+        scheduler = scheduler.with_window(window)?;
+    }
     if args.model.page.is_some() {
         scheduler = scheduler.with_page_lists();
     }

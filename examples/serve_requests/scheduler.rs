@@ -8,6 +8,10 @@
 //! 3. Waiting requests begin in their order, if the pages for all of their tokens are free. A request whose prompt
 //!    begins like one that is being computed waits until the common pages are stored, and shares them.
 //!
+//! A model with recurrent layers has a table with states, two for each request at least. A chunk of a prompt then ends
+//! with a page where it can, since a prompt that begins alike shares the state that is stored there. In a model whose
+//! layers all have windows ([`Scheduler::with_window`]), requests return the pages that no token attends to any more.
+//!
 //! If too few pages are free for a step, the latest request returns its pages and waits again. Its tokens are kept,
 //! and computed again later, except for the pages that are still found then. The oldest request is never preempted, so
 //! every request ends.
@@ -137,6 +141,8 @@ pub struct Scheduler {
     /// Requests without pages, in their order.
     waiting: VecDeque<Progress>,
     added: usize,
+    /// The longest window of the layers, if all of them have one.
+    window: Option<usize>,
     /// Whether reports list the pages of each request.
     lists_pages: bool,
 }
@@ -145,7 +151,7 @@ impl Scheduler {
     /// Returns a scheduler without requests. The pools of a model have to be made for the table.
     ///
     /// # Errors
-    /// For a limit of 0, and for a table that has sequences.
+    /// For a limit of 0, for a table that has sequences, and for one with fewer than two states for each request.
     pub fn new(table: PageTable, limits: Limits) -> Result<Self> {
         for (name, limit) in [("tokens", limits.tokens), ("chunk", limits.chunk), ("requests", limits.requests)] {
             if limit == 0 {
@@ -155,8 +161,27 @@ impl Scheduler {
         if table.num_sequences() > 0 {
             bail!("[{OP}] the table has {} sequences, expected none", table.num_sequences())
         }
+        let requests = limits.requests.min(limits.tokens);
+        if table.states() > 0 && table.states() / 2 < requests {
+            bail!(
+                "[{OP}] the table has {} states, expected two for each of {requests} requests at least",
+                table.states()
+            )
+        }
         let (running, waiting) = (Vec::new(), VecDeque::new());
-        Ok(Self { table, limits, running, waiting, added: 0, lists_pages: false })
+        Ok(Self { table, limits, running, waiting, added: 0, window: None, lists_pages: false })
+    }
+
+    /// Sets the longest window of the model's layers, all of which have one: the number of keys that a token attends
+    /// to. Requests then return the pages before the window of their next token.
+    ///
+    /// # Errors
+    /// For a window of 0.
+    pub fn with_window(self, window: usize) -> Result<Self> {
+        if window == 0 {
+            bail!("[{OP}] the window is 0, expected at least 1")
+        }
+        Ok(Self { window: Some(window), ..self })
     }
 
     /// Lists the pages of each request in the report of every step.
@@ -178,7 +203,7 @@ impl Scheduler {
             )
         }
         let most = prompt.len().saturating_add(max_tokens);
-        let pages = (most - 1).div_ceil(self.table.page_size()); // the last token is not stored
+        let pages = self.most_pages(most - 1); // the last token is not stored
         if pages > self.table.pages() {
             bail!(
                 "[{OP}] a prompt of {} tokens and {max_tokens} more need {pages} pages, expected at most the table's {}",
@@ -190,6 +215,24 @@ impl Scheduler {
         self.added += 1;
         self.waiting.push_back(Progress { id, tokens: prompt, most, end_tokens });
         Ok(id)
+    }
+
+    /// Returns the most pages that a request of this number of stored tokens has at a time.
+    fn most_pages(&self, tokens: usize) -> usize {
+        let page_size = self.table.page_size();
+        let all = tokens.div_ceil(page_size);
+        match self.window {
+            // The window before a chunk, the chunk, and a page of which both have a part.
+            Some(window) => all.min(window.saturating_add(self.limits.chunk).div_ceil(page_size) + 1),
+            None => all,
+        }
+    }
+
+    /// Returns the number of free pages that a sequence needs for more tokens, in one step after the other.
+    fn pages_to_keep_free(&self, sequence: SequenceId, tokens: usize) -> Result<usize> {
+        let needed = self.table.pages_needed(sequence, tokens)?;
+        let own = self.table.pages_of(sequence)?.len();
+        Ok(needed.min(self.most_pages(usize::MAX).saturating_sub(own)))
     }
 
     /// Returns the table of pages.
@@ -250,11 +293,19 @@ impl Scheduler {
                 counts.push(1);
                 continue;
             }
-            let count = request.missing().min(self.limits.chunk).min(budget);
+            let count = self.chunk_of_prompt(request.stored, request.missing(), budget);
             budget -= count;
             counts.push(count);
         }
         counts
+    }
+
+    /// Returns the number of tokens that a prompt brings to a step, of `missing` ones after the stored ones.
+    fn chunk_of_prompt(&self, stored: usize, missing: usize, budget: usize) -> usize {
+        let most = missing.min(self.limits.chunk).min(budget);
+        let end = stored + most;
+        let last_page = end - end % self.table.page_size();
+        if self.table.states() > 0 && most < missing && last_page > stored { last_page - stored } else { most }
     }
 
     /// Takes the pages of the latest requests until the others have pages for their tokens. A chunk of a prompt gets
@@ -294,22 +345,25 @@ impl Scheduler {
         let mut budget = self.limits.tokens - counts.iter().sum::<usize>();
         let mut promised = 0;
         for request in &self.running {
-            promised += self.table.pages_needed(request.sequence, request.missing())?;
+            promised += self.pages_to_keep_free(request.sequence, request.missing())?;
         }
         while budget > 0 && self.running.len() < self.limits.requests.min(self.limits.tokens) {
             let Some(next) = self.waiting.front() else { break };
             let SharedPrefix { sequence, tokens: shared } = self.table.add_with_prefix(&next.tokens);
+            if let Some(window) = self.window {
+                self.table.release_before(sequence, (shared + 1).saturating_sub(window))?;
+            }
             let computed = next.tokens.len() - shared;
             // With the first token to generate, for which the request would be preempted otherwise.
             let positions = (next.tokens.len() + 1).min(next.most - 1);
-            let needed = self.table.pages_needed(sequence, positions - shared)?;
+            let needed = self.pages_to_keep_free(sequence, positions - shared)?;
             let is_free = promised + needed <= self.table.free_pages();
             if !is_free || self.is_prefix_being_computed(&next.tokens, shared) {
                 self.table.free(sequence)?;
                 break;
             }
             let Some(progress) = self.waiting.pop_front() else { break };
-            let count = computed.min(self.limits.chunk).min(budget);
+            let count = self.chunk_of_prompt(shared, computed, budget);
             budget -= count;
             promised += needed;
             counts.push(count);
@@ -353,6 +407,9 @@ impl Scheduler {
             request.stored += count;
             if request.stored / page_size > whole_pages {
                 self.table.share_prefix(request.sequence, &request.progress.tokens[..request.stored])?;
+            }
+            if let Some(window) = self.window {
+                self.table.release_before(request.sequence, (request.stored + 1).saturating_sub(window))?;
             }
             if request.missing() > 0 {
                 continue;

@@ -37,6 +37,7 @@ mod hybrid;
 mod layers;
 mod padding;
 mod page_tables;
+mod paged_model;
 mod pages;
 mod rotary;
 mod shared;

@@ -258,7 +258,12 @@ fn pages_with_unsupported_inputs_or_layers_are_errors() -> Result<()> {
     assert!(found.starts_with("[multi_head_attention] the pages of an earlier layer were given"), "{found}");
     let latent = latents(LatentConfig::new(EMBED_DIM, 3).with_kv_lora_rank(8), DType::F32, &DEVICE)?;
     let refused = error_text(latent.run(input()));
-    assert_eq!(refused, "[multi_head_latent_attention] pages were given to latent attention, expected a cache");
+    let of_keys = "[kv_pool] the pool stores keys of 8 numbers and values of 8, expected a pool \
+                   `KvPoolConfig::for_latent_layer` for latents of 72 and values of 8";
+    assert_eq!(refused, of_keys);
+    let of_earlier = error_text(latent.run(shared()));
+    let expected = "[multi_head_latent_attention] the pages of an earlier layer were given";
+    assert!(of_earlier.starts_with(expected), "{of_earlier}");
     if DEVICE.is_cpu() {
         assert_eq!(own.plan(&input())?.backend, Backend::Fused);
     }

@@ -2,14 +2,16 @@
 
 use std::collections::BTreeSet;
 
+use crate::paged_model::{Cache, Kind, Model, Pool, VOCAB};
 use crate::program::EMBED_DIM;
 use crate::*;
 
 const PAGE: usize = 16;
 const PAGES: usize = 24;
 
-/// The number of token ids, which is small so that prompts begin alike.
-const VOCAB: usize = 3;
+/// The numbers of states, and of last tokens that can be taken back, of a model with recurrent layers.
+const STATES: usize = 24;
+const DRAFTS: usize = 4;
 
 fn base() -> Config {
     Config::new(EMBED_DIM, 4).with_num_kv_heads(2).with_head_dim(8).with_causal(true)
@@ -19,105 +21,47 @@ fn rotated() -> Config {
     base().with_rope(RopeConfig::new(100.0))
 }
 
-/// Layers with residuals, each of which has a pool or reads the pool of the layer before.
-struct Model {
-    layers: Vec<MultiHeadAttention>,
-    /// (VOCAB, E).
-    embedding: Vec<Vec<f32>>,
-    cache: AttentionCacheConfig,
-}
-
-impl Model {
-    fn new(configs: &[Config], cache: AttentionCacheConfig) -> Result<Self> {
-        let mut layers = Vec::new();
-        for (seed, cfg) in configs.iter().enumerate() {
-            let vb = TorchSeed::new(seed as u64).var_builder(DType::F32, &DEVICE);
-            layers.push(MultiHeadAttention::new(cfg, vb)?.freeze()?);
-        }
-        let random = &mut Random::new(5);
-        let mut row = || (0..EMBED_DIM).map(|_| random.between(-1.0, 1.0) as f32).collect();
-        Ok(Self { layers, embedding: (0..VOCAB).map(|_| row()).collect(), cache })
-    }
-
-    fn shares(layer: &MultiHeadAttention) -> bool {
-        layer.config().kv_sharing() == KvSharing::EarlierLayer
-    }
-
-    /// Returns a pool for each layer, empty for layers that share an earlier one's.
-    fn pools(&self, table: &PageTable) -> Result<Vec<KvPool>> {
-        let mut pools = Vec::new();
-        for layer in &self.layers {
-            let config = KvPoolConfig::for_layer(layer.config(), table);
-            let config = config.with_dtype(self.cache.dtype().unwrap_or(DType::F32));
-            pools.push(KvPool::new(&config.with_codes(self.cache.codes()), &DEVICE)?);
-        }
-        Ok(pools)
-    }
-
-    fn caches(&self) -> Result<Vec<AttentionCache>> {
-        self.layers.iter().map(|_| AttentionCache::new(&self.cache)).collect()
-    }
-
-    fn embed(&self, ids: &[u32]) -> Result<Tensor> {
-        let rows: Vec<f32> = ids.iter().flat_map(|&id| self.embedding[id as usize].clone()).collect();
-        Tensor::from_vec(rows, (ids.len(), EMBED_DIM), &DEVICE)
-    }
-
-    /// Returns the outputs (total, E) of the tokens of a step.
-    fn paged(&self, pools: &[KvPool], step: &PagedTokens, ids: &[u32]) -> Result<Tensor> {
-        let mut xs = self.embed(ids)?;
-        for (n, layer) in self.layers.iter().enumerate() {
-            let input = AttentionInput::new(&xs).with_residual(&xs);
-            let input = match Self::shares(layer) {
-                true => input.with_shared_pages(&pools[n - 1], step),
-                false => input.with_pages(&pools[n], step),
-            };
-            xs = layer.forward_with(input)?;
-        }
-        Ok(xs)
-    }
-
-    /// Returns the outputs (T, E) of the next tokens of one sequence in caches.
-    fn alone(&self, caches: &mut [AttentionCache], ids: &[u32]) -> Result<Tensor> {
-        let mut xs = self.embed(ids)?;
-        for (n, layer) in self.layers.iter().enumerate() {
-            let input = AttentionInput::new(&xs).with_residual(&xs);
-            let input = match Self::shares(layer) {
-                true => input.with_shared_cache(&caches[n - 1]),
-                false => input.with_cache(&mut caches[n]),
-            };
-            xs = layer.forward_with(input)?;
-        }
-        Ok(xs)
-    }
-}
-
 /// A sequence of the table, and the same one alone.
 struct Live {
     id: SequenceId,
     ids: Vec<u32>,
-    caches: Vec<AttentionCache>,
+    caches: Vec<Cache>,
+    /// The number of first tokens that are 0, so that prefixes are found.
+    common: usize,
 }
 
 /// Random steps over sequences that come and go.
 struct Schedule<'a> {
     model: &'a Model,
     table: PageTable,
-    pools: Vec<KvPool>,
+    pools: Vec<Pool>,
     live: Vec<Live>,
     /// The window of all layers, outside of which pages are released.
     window: Option<usize>,
     tolerance: f32,
-    /// The numbers of steps that needed more pages than there were, and of tokens that were shared.
+    counts: Counts,
+}
+
+/// How often the cases occurred that a schedule is for.
+#[derive(Default)]
+struct Counts {
+    /// Steps that needed more pages or states than there were.
     full: usize,
+    /// Tokens that were shared.
     shared: usize,
+    /// Sequences that were cut, and lengths that no state was stored after.
+    cut: usize,
+    without_state: usize,
 }
 
 impl<'a> Schedule<'a> {
     fn new(model: &'a Model, window: Option<usize>, tolerance: f32) -> Result<Self> {
-        let table = PageTable::new(PAGES, PAGE)?;
+        let mut table = PageTable::new(PAGES, PAGE)?;
+        if model.has_states() {
+            table = table.with_states(STATES)?.with_drafts(DRAFTS)?;
+        }
         let pools = model.pools(&table)?;
-        Ok(Self { model, table, pools, live: Vec::new(), window, tolerance, full: 0, shared: 0 })
+        Ok(Self { model, table, pools, live: Vec::new(), window, tolerance, counts: Counts::default() })
     }
 
     fn run(&mut self, steps: usize, seed: u64) -> Result<()> {
@@ -145,20 +89,21 @@ impl<'a> Schedule<'a> {
         ids.extend((0..1 + random.up_to(3)).map(|_| random.up_to(VOCAB - 1) as u32));
         let SharedPrefix { sequence, tokens } = self.table.add_with_prefix(&ids);
         assert!(tokens.is_multiple_of(PAGE) && tokens < ids.len());
-        self.shared += tokens;
+        self.counts.shared += tokens;
         let mut caches = self.model.caches()?;
         if tokens > 0 {
             self.model.alone(&mut caches, &ids[..tokens])?;
         }
-        self.live.push(Live { id: sequence, ids: ids[..tokens].to_vec(), caches });
+        let common = if random.chance(0.5) { 2 * PAGE } else { 0 };
+        self.live.push(Live { id: sequence, ids: ids[..tokens].to_vec(), caches, common });
         Ok(())
     }
 
     fn fork(&mut self, random: &mut Random) -> Result<()> {
         let Some(n) = self.draw(random) else { return Ok(()) };
         let of = &self.live[n];
-        let caches = of.caches.iter().map(AttentionCache::fork).collect::<Result<_>>()?;
-        let forked = Live { id: self.table.fork(of.id)?, ids: of.ids.clone(), caches };
+        let caches = of.caches.iter().map(Cache::fork).collect::<Result<_>>()?;
+        let forked = Live { id: self.table.fork(of.id)?, ids: of.ids.clone(), caches, common: of.common };
         self.live.push(forked);
         Ok(())
     }
@@ -166,7 +111,8 @@ impl<'a> Schedule<'a> {
     fn truncate(&mut self, random: &mut Random) -> Result<()> {
         let Some(n) = self.draw(random) else { return Ok(()) };
         let own = &mut self.live[n];
-        let len = own.ids.len() - random.up_to(own.ids.len().min(20));
+        let most = if self.model.has_states() && random.chance(0.8) { DRAFTS } else { 20 };
+        let len = own.ids.len() - random.up_to(own.ids.len().min(most));
         let released = self.table.stored(own.id)?.start;
         if len > 0 && len < released {
             let error = error_text(self.table.truncate(own.id, len));
@@ -180,14 +126,17 @@ impl<'a> Schedule<'a> {
             // The window of the next token would begin in a page that was released.
             return Ok(());
         }
-        self.table.truncate(own.id, len)?;
-        own.ids.truncate(len);
-        for (cache, layer) in own.caches.iter_mut().zip(&self.model.layers) {
-            if !Model::shares(layer) {
-                cache.truncate(if cache.is_empty() { 0 } else { len })?;
-            }
+        let truncated = self.table.truncate(own.id, len);
+        if self.model.has_states() && truncated.is_err() {
+            let error = error_text(truncated);
+            assert!(error.contains(", after which the sequence has a state"), "{error}");
+            self.counts.without_state += 1;
+            return Ok(());
         }
-        Ok(())
+        truncated?;
+        self.counts.cut += usize::from(len < own.ids.len());
+        own.ids.truncate(len);
+        self.model.truncate(&mut own.caches, &own.ids)
     }
 
     fn free(&mut self, random: &mut Random) -> Result<()> {
@@ -209,10 +158,17 @@ impl<'a> Schedule<'a> {
         let mut entries = Vec::new();
         let mut ids: Vec<Vec<u32>> = Vec::new();
         for &n in &order {
-            let count = if random.chance(0.6) { 1 } else { random.up_to(40) };
-            // Mostly one id, so that prefixes are found.
-            let id = |numbers: &mut Random| if numbers.chance(0.8) { 0 } else { numbers.up_to(VOCAB - 1) as u32 };
-            ids.push((0..count).map(|_| id(random)).collect());
+            let len = self.live[n].ids.len();
+            let count = match random.up_to(9) {
+                0..6 => 1,
+                6 => random.up_to(DRAFTS),
+                // Up to the end of a page.
+                7 => PAGE - len % PAGE,
+                _ => random.up_to(40),
+            };
+            let is_first = |i: usize| len + i < self.live[n].common;
+            let mut id = |i: usize| if is_first(i) || random.chance(0.8) { 0 } else { random.up_to(VOCAB - 1) as u32 };
+            ids.push((0..count).map(&mut id).collect());
             entries.push(self.live[n].id.tokens(count));
         }
         if ids.iter().all(Vec::is_empty) && DEVICE.is_metal() {
@@ -225,18 +181,27 @@ impl<'a> Schedule<'a> {
         if needed > free {
             let expected = format!("[page_table] the step needs {needed} pages, but {free} of {PAGES} are free");
             assert_eq!(error_text(self.table.step(&entries).map(|_| ())), expected);
-            self.full += 1;
+            self.counts.full += 1;
+            return Ok(());
+        }
+        let states = entries.iter().map(|entry| self.table.states_needed(entry.sequence, entry.tokens));
+        let states: usize = states.collect::<Result<Vec<_>>>()?.into_iter().sum();
+        let free_states = self.table.free_states();
+        if states > free_states {
+            let expected =
+                format!("[page_table] the step needs {states} states, but {free_states} of {STATES} are free");
+            assert_eq!(error_text(self.table.step(&entries).map(|_| ())), expected);
+            self.counts.full += 1;
             return Ok(());
         }
         let step = self.table.step(&entries)?;
         if random.chance(0.1) {
-            let xs = self.model.embed(&ids.concat())?;
-            self.model.layers[0].forward_with(AttentionInput::new(&xs).with_pages(&self.pools[0], &step))?;
+            self.model.paged(&self.pools, &step, &ids.concat(), 1)?;
             drop(step);
-            assert_eq!(self.table.free_pages(), free);
+            assert_eq!((self.table.free_pages(), self.table.free_states()), (free, free_states));
             return Ok(());
         }
-        let found = self.model.paged(&self.pools, &step, &ids.concat())?;
+        let found = self.model.paged(&self.pools, &step, &ids.concat(), self.model.depth())?;
         let ranges: Vec<_> = (0..order.len()).map(|s| step.sequences().queries(s)).collect();
         step.commit();
         for ((&n, new), range) in order.iter().zip(&ids).zip(ranges) {
@@ -250,7 +215,9 @@ impl<'a> Schedule<'a> {
             let most = difference.to_scalar::<f32>()?;
             assert!(most <= self.tolerance, "off by {most:e} after {} tokens", own.ids.len());
             match self.window {
-                None if random.chance(0.3) => self.table.share_prefix(own.id, &own.ids)?,
+                None if random.chance(0.3) || own.ids.len().is_multiple_of(PAGE) => {
+                    self.table.share_prefix(own.id, &own.ids)?;
+                }
                 None => {}
                 Some(window) => {
                     self.table.release_before(own.id, (own.ids.len() + 1).saturating_sub(window))?;
@@ -276,18 +243,30 @@ impl<'a> Schedule<'a> {
 }
 
 fn check(configs: &[Config], cache: AttentionCacheConfig, tolerance: f32) -> Result<()> {
-    let model = Model::new(configs, cache)?;
-    let window = configs[0].window();
-    let mut full = 0;
-    let mut shared = 0;
+    let kinds: Vec<_> = configs.iter().cloned().map(Kind::from).collect();
+    check_model(&Model::new(&kinds, cache)?, configs[0].window(), tolerance)
+}
+
+fn check_model(model: &Model, window: Option<usize>, tolerance: f32) -> Result<()> {
+    let mut found = Counts::default();
     for seed in 0..program::cases(2) {
-        let mut schedule = Schedule::new(&model, window, tolerance)?;
+        let mut schedule = Schedule::new(model, window, tolerance)?;
         schedule.run(150, seed)?;
-        full += schedule.full;
-        shared += schedule.shared;
+        let Counts { full, shared, cut, without_state } = schedule.counts;
+        found.full += full;
+        found.shared += shared;
+        found.cut += cut;
+        found.without_state += without_state;
+        for own in std::mem::take(&mut schedule.live) {
+            schedule.table.free(own.id)?;
+        }
+        assert_eq!(schedule.table.free_pages(), PAGES);
+        assert_eq!(schedule.table.free_states(), schedule.table.states());
     }
-    assert!(full > 0, "no step needed more pages than there were");
-    assert!(window.is_some() || shared > 0, "no prefix was shared");
+    assert!(found.full > 0, "no step needed more than there was");
+    assert!(window.is_some() || found.shared > 0, "no prefix was shared");
+    assert!(found.cut > 0, "no sequence was cut");
+    assert_eq!(found.without_state > 0, model.has_states());
     Ok(())
 }
 
@@ -342,4 +321,58 @@ fn pages_of_8_bits_and_bf16_match_caches_of_8_bits_and_bf16() -> Result<()> {
     // One layer: in a second one, the last bits of its inputs decide how keys are rounded.
     check(&[rotated()], AttentionCacheConfig::new().with_q8(), 1e-5)?;
     check(&[rotated()], AttentionCacheConfig::new().with_dtype(DType::BF16), 1e-2)
+}
+
+fn latent() -> LatentConfig {
+    let cfg = LatentConfig::new(EMBED_DIM, 3).with_kv_lora_rank(48).with_nope_head_dim(16).with_rope_head_dim(4);
+    cfg.with_value_head_dim(8).with_rope(RopeConfig::new(100.0)).with_q_lora_rank(8)
+}
+
+#[test]
+fn pages_of_latents_with_random_schedules_match_sequences_alone() -> Result<()> {
+    let kinds = [Kind::Latent(latent()), Kind::Latent(latent().with_rotates(false))];
+    check_model(&Model::new(&kinds, AttentionCacheConfig::new())?, None, 1e-5)
+}
+
+/// Checks one layer, as for 8 bits.
+#[test]
+fn pages_of_latents_in_codes_and_bf16_match_caches_of_codes_and_bf16() -> Result<()> {
+    let of = |cfg: LatentConfig, cache: AttentionCacheConfig, tolerance: f32| {
+        check_model(&Model::new(&[Kind::Latent(cfg)], cache)?, None, tolerance)
+    };
+    of(latent(), AttentionCacheConfig::new().with_q8(), 1e-5)?;
+    of(latent(), AttentionCacheConfig::new().with_e4m3(), 1e-5)?;
+    of(latent().with_kv_lora_rank(64).with_rope_head_dim(32), AttentionCacheConfig::new().with_q4(), 1e-5)?;
+    of(latent(), AttentionCacheConfig::new().with_dtype(DType::BF16), 1e-2)
+}
+
+#[test]
+fn pages_of_latents_under_a_window_match_sequences_alone_after_release() -> Result<()> {
+    let mut model = Model::new(&[Kind::Latent(latent()), Kind::Latent(latent())], AttentionCacheConfig::new())?;
+    model.mask = AttentionMask::causal().with_window(20);
+    check_model(&model, Some(20), 1e-5)
+}
+
+#[test]
+fn pages_of_latents_whose_indexer_chooses_keys_match_sequences_alone() -> Result<()> {
+    let indexer = IndexerConfig { num_heads: 2, head_dim: 8, top_k: 12, rope_style: RopeStyle::RotateHalf };
+    let model = Model::new(&[Kind::Latent(latent().with_indexer(indexer))], AttentionCacheConfig::new())?;
+    check_model(&model, None, 1e-5)
+}
+
+fn linear() -> GatedDeltaNetConfig {
+    GatedDeltaNetConfig::new(EMBED_DIM, 4).with_num_key_heads(2).with_key_head_dim(6).with_value_head_dim(5)
+}
+
+#[test]
+fn states_of_linear_attention_beside_pages_match_sequences_alone() -> Result<()> {
+    let kinds = [Kind::Linear(linear()), Kind::MultiHead(rotated()), Kind::Linear(linear())];
+    check_model(&Model::new(&kinds, AttentionCacheConfig::new())?, None, 1e-5)
+}
+
+#[test]
+fn states_of_linear_attention_beside_latents_match_sequences_alone() -> Result<()> {
+    let channels = linear().with_decay_per_channel(true);
+    let kinds = [Kind::Linear(channels), Kind::Latent(latent().with_rotates(false))];
+    check_model(&Model::new(&kinds, AttentionCacheConfig::new())?, None, 1e-5)
 }

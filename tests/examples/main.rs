@@ -10,6 +10,7 @@ mod embedding;
 mod encoder;
 mod gguf;
 mod golden;
+mod hash_model;
 #[path = "../../examples/image_embedding/model.rs"]
 #[allow(dead_code, clippy::duplicate_mod, reason = "the program's part, and the blocks of all three")]
 mod images;

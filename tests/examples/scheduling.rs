@@ -1,6 +1,4 @@
-//! The scheduler of `serve_requests` with a model that is a plain loop: the next token is a hash of all tokens of a
-//! sequence, which are read from its pages. So each request has the tokens that it has alone only if every page has the
-//! right contents.
+//! The scheduler of `serve_requests`: each request has the tokens that it has alone.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,112 +6,32 @@ use candle_attention::PageTable;
 use candle_core::{Result, bail};
 
 use crate::common::error_text;
-use crate::scheduler::{BegunRequest, Limits, Request, RequestId, Scheduler, StepInput, StepReport};
+use crate::hash_model::{BEGINNING, PAGE, Server, VOCAB, alone, alone_in_window, hash_after};
+use crate::scheduler::{BegunRequest, Limits, Request, Scheduler, StepReport};
 
-const PAGE: usize = 16;
-const VOCAB: u32 = 50;
-
-/// Returns the token after these.
-fn next_token(tokens: &[u32]) -> u32 {
-    let mut hash = 7u32;
-    for &token in tokens {
-        hash = (hash ^ token).wrapping_mul(0x9e37_79b1).rotate_left(5);
+/// Adds 24 requests, of which some begin alike, while others are served, and runs all of them. Returns the reports.
+fn serve_requests_that_arrive(server: &mut Server) -> Result<Vec<StepReport>> {
+    let mut expected = BTreeMap::new();
+    let mut reports = Vec::new();
+    for n in 0..24u32 {
+        let len = 1 + (n as usize * 17) % 60;
+        let max_tokens = 1 + (n as usize * 11) % 35;
+        let ids = prompt(n % 3, 40, n, len);
+        let end_tokens = if n % 4 == 0 { vec![3, 8] } else { Vec::new() };
+        let request = Request { prompt: ids.clone(), max_tokens, end_tokens: end_tokens.clone() };
+        let tokens = alone_in_window(&ids, max_tokens, &end_tokens, server.pool.window);
+        expected.insert(server.scheduler.add(request)?, tokens);
+        for _ in 0..n % 3 {
+            reports.push(server.step()?);
+        }
     }
-    hash % VOCAB
+    reports.extend(server.run()?);
+    assert_eq!(server.generated, expected, "{:?}", server.limits);
+    Ok(reports)
 }
 
-/// Returns the tokens that a request generates alone.
-fn alone(prompt: &[u32], max_tokens: usize, end_tokens: &[u32]) -> Vec<u32> {
-    let mut tokens = prompt.to_vec();
-    for _ in 0..max_tokens {
-        let next = next_token(&tokens);
-        tokens.push(next);
-        if end_tokens.contains(&next) {
-            break;
-        }
-    }
-    tokens[prompt.len()..].to_vec()
-}
-
-/// The token in each row of a pool.
-struct Pool(Vec<Option<u32>>);
-
-impl Pool {
-    /// Stores the tokens of a step, and returns the next token after each of its rows.
-    fn run(&mut self, input: &StepInput) -> Vec<u32> {
-        for copy in input.tokens.copies() {
-            let from = copy.from as usize * PAGE;
-            self.0.copy_within(from..from + PAGE, copy.to as usize * PAGE);
-        }
-        for (row, &id) in input.tokens.rows().into_iter().zip(input.ids) {
-            self.0[row as usize] = Some(id);
-        }
-        let mut next = Vec::new();
-        let sequences = input.tokens.sequences();
-        for s in 0..sequences.len() {
-            if !input.rows.contains(&(sequences.queries(s).end as u32 - 1)) {
-                continue;
-            }
-            let row = |position: usize| sequences.pages(s)[position / PAGE] as usize * PAGE + position % PAGE;
-            let tokens: Vec<u32> = sequences.keys(s).map(|at| self.0[row(at)].expect("it was stored")).collect();
-            next.push(next_token(&tokens));
-        }
-        next
-    }
-}
-
-/// A scheduler over a pool, with the tokens that were generated.
-struct Server {
-    scheduler: Scheduler,
-    pool: Pool,
-    limits: Limits,
-    generated: BTreeMap<RequestId, Vec<u32>>,
-    ended: Vec<RequestId>,
-}
-
-impl Server {
-    fn new(pages: usize, tokens: usize, chunk: usize, requests: usize) -> Result<Self> {
-        let limits = Limits { tokens, chunk, requests };
-        let scheduler = Scheduler::new(PageTable::new(pages, PAGE)?, limits)?.with_page_lists();
-        let pool = Pool(vec![None; pages * PAGE]);
-        Ok(Self { scheduler, pool, limits, generated: BTreeMap::new(), ended: Vec::new() })
-    }
-
-    fn add(&mut self, prompt: Vec<u32>, max_tokens: usize) -> Result<RequestId> {
-        self.scheduler.add(Request { prompt, max_tokens, end_tokens: Vec::new() })
-    }
-
-    /// Runs a step, and checks its limits.
-    fn step(&mut self) -> Result<StepReport> {
-        let Self { scheduler, pool, limits, .. } = self;
-        let report = scheduler.step(|input| {
-            assert!(input.ids.len() <= limits.tokens, "{} tokens", input.ids.len());
-            let sequences = input.tokens.sequences();
-            assert!(sequences.len() <= limits.requests.min(limits.tokens));
-            assert!((0..sequences.len()).all(|s| (1..=limits.chunk).contains(&sequences.queries(s).len())));
-            Ok(pool.run(input))
-        })?;
-        let pages: BTreeSet<u32> = report.pages.iter().flat_map(|of_request| of_request.pages.clone()).collect();
-        assert_eq!(report.used_pages, pages.len());
-        for generated in &report.generated {
-            self.generated.entry(generated.request).or_default().push(generated.token);
-            if generated.is_last {
-                self.ended.push(generated.request);
-            }
-        }
-        Ok(report)
-    }
-
-    /// Runs steps until no request is left.
-    fn run(&mut self) -> Result<Vec<StepReport>> {
-        let mut reports = Vec::new();
-        while !self.scheduler.is_idle() {
-            reports.push(self.step()?);
-            assert!(reports.len() < 10_000, "the requests do not end");
-        }
-        assert_eq!((self.scheduler.table().num_sequences(), self.scheduler.table().used_pages()), (0, 0));
-        Ok(reports)
-    }
+fn shared_tokens(reports: &[StepReport]) -> usize {
+    reports.iter().flat_map(|report| &report.begun).map(|begun| begun.shared).sum()
 }
 
 fn preemptions(reports: &[StepReport]) -> usize {
@@ -130,27 +48,68 @@ fn requests_in_pools_of_all_sizes_have_the_tokens_that_they_have_alone() -> Resu
     for (pages, tokens, chunk, requests) in
         [(64, 40, 16, 8), (12, 40, 16, 8), (7, 9, 5, 20), (6, 3, 64, 2), (6, 1, 1, 1)]
     {
-        let mut server = Server::new(pages, tokens, chunk, requests)?;
-        let mut expected = BTreeMap::new();
-        let mut reports = Vec::new();
-        for n in 0..24u32 {
-            let len = 1 + (n as usize * 17) % 60;
-            let max_tokens = 1 + (n as usize * 11) % 35;
-            let ids = prompt(n % 3, 40, n, len);
-            let end_tokens = if n % 4 == 0 { vec![3, 8] } else { Vec::new() };
-            let request = Request { prompt: ids.clone(), max_tokens, end_tokens: end_tokens.clone() };
-            expected.insert(server.scheduler.add(request)?, alone(&ids, max_tokens, &end_tokens));
-            // Requests arrive while others are served.
-            for _ in 0..n % 3 {
-                reports.push(server.step()?);
-            }
-        }
-        reports.extend(server.run()?);
-        assert_eq!(server.generated, expected, "{pages} pages, {tokens} tokens in chunks of {chunk}");
+        let reports = serve_requests_that_arrive(&mut Server::new(pages, tokens, chunk, requests)?)?;
         assert_eq!(preemptions(&reports) > 0, pages < 64 && requests > 1, "{pages} pages");
-        let shared: usize = reports.iter().flat_map(|report| &report.begun).map(|begun| begun.shared).sum();
-        assert!(shared > 0, "{pages} pages");
+        assert!(shared_tokens(&reports) > 0, "{pages} pages");
     }
+    Ok(())
+}
+
+#[test]
+fn requests_with_states_have_the_tokens_that_they_have_alone_and_share_prefixes_with_states() -> Result<()> {
+    for (pages, states, tokens, chunk, requests) in
+        [(64, 40, 40, 16, 8), (12, 16, 40, 16, 8), (7, 18, 9, 5, 20), (64, 40, 100, 32, 8), (6, 40, 1, 1, 1)]
+    {
+        let table = PageTable::new(pages, PAGE)?.with_states(states)?;
+        let mut server = Server::of_table(table, Limits { tokens, chunk, requests })?;
+        let reports = serve_requests_that_arrive(&mut server)?;
+        assert!(shared_tokens(&reports) > 0, "{pages} pages, chunks of {chunk}");
+        assert_eq!(server.scheduler.table().free_states(), states);
+    }
+    let limits = Limits { tokens: 8, chunk: 4, requests: 3 };
+    let error = error_text(Scheduler::new(PageTable::new(4, PAGE)?.with_states(5)?, limits));
+    assert_eq!(error, "[scheduler] the table has 5 states, expected two for each of 3 requests at least");
+    Ok(())
+}
+
+#[test]
+fn chunks_of_prompts_end_with_pages_in_a_table_with_states() -> Result<()> {
+    let table = PageTable::new(64, PAGE)?.with_states(8)?;
+    let mut server = Server::of_table(table, Limits { tokens: 40, chunk: 40, requests: 4 })?;
+    server.add(prompt(0, 100, 1, 100), 1)?;
+    let lens: Vec<_> = server.run()?.iter().map(|report| report.tokens).collect();
+    assert_eq!(lens, [32, 32, 36]);
+    // The states after 32 and 64 tokens are found.
+    server.add(prompt(0, 80, 2, 90), 1)?;
+    assert_eq!(server.step()?.begun[0].shared, 64);
+    Ok(())
+}
+
+#[test]
+fn requests_in_windows_return_pages_and_have_the_tokens_that_they_have_alone() -> Result<()> {
+    for (pages, tokens, chunk, requests, window) in
+        [(64, 40, 16, 8, 20), (6, 40, 16, 8, 20), (4, 9, 5, 20, 7), (3, 1, 1, 1, 16), (64, 40, 16, 8, 1)]
+    {
+        let mut server = Server::new(pages, tokens, chunk, requests)?.with_window(window)?;
+        serve_requests_that_arrive(&mut server)?;
+    }
+    // A request of 13 pages in a table of 4.
+    let mut server = Server::new(4, 16, 16, 2)?.with_window(20)?;
+    let id = server.add(prompt(0, 0, 1, 100), 100)?;
+    let reports = server.run()?;
+    assert_eq!(server.generated[&id], alone_in_window(&prompt(0, 0, 1, 100), 100, &[], 20));
+    assert!(reports.iter().all(|report| report.used_pages <= 4));
+    // Again, beginning with what is still found.
+    let again = server.add(prompt(0, 0, 1, 100), 100)?;
+    server.run()?;
+    assert_eq!(server.generated[&again], server.generated[&id]);
+    assert_eq!(
+        error_text(Server::new(4, 16, 16, 2)?.with_window(0).map(|_| ())),
+        "[scheduler] the window is 0, expected at least 1"
+    );
+    let mut narrow = Server::new(3, 16, 16, 2)?.with_window(20)?;
+    let expected = "[scheduler] a prompt of 100 tokens and 100 more need 4 pages, expected at most the table's 3";
+    assert_eq!(error_text(narrow.add(prompt(0, 0, 1, 100), 100)), expected);
     Ok(())
 }
 
@@ -246,6 +205,42 @@ fn prompts_with_one_beginning_are_computed_once() -> Result<()> {
     for (id, prompt) in ids.iter().zip(&prompts) {
         assert_eq!(server.generated[id], alone(prompt, 3, &[]));
     }
+    Ok(())
+}
+
+/// Serves 32 prompts of 50 to 500 tokens, whose first 200 are equal, with 64 tokens each. Tokens at one position after
+/// equal beginnings are one distinct position.
+#[test]
+fn used_pages_have_at_most_a_tenth_more_positions_than_the_distinct_ones() -> Result<()> {
+    let mut server = Server::new(2048, 512, 256, 64)?;
+    let mut prompts = BTreeMap::new();
+    for n in 0..32 {
+        let prompt = prompt(0, 200, n, 50 + (n as usize * 2897) % 451);
+        prompts.insert(server.add(prompt.clone(), 64)?, prompt);
+    }
+    let mut most_used = 0;
+    let mut distinct_then = 0;
+    while !server.scheduler.is_idle() {
+        let report = server.step()?;
+        let generates = |id| server.generated.contains_key(&id);
+        if report.used_pages <= most_used || !report.pages.iter().all(|of_request| generates(of_request.request)) {
+            continue;
+        }
+        let mut distinct = BTreeSet::new();
+        for of_request in &report.pages {
+            let (prompt, generated) = (&prompts[&of_request.request], &server.generated[&of_request.request]);
+            let mut hash = BEGINNING;
+            // The last token is not stored.
+            for (position, &token) in prompt.iter().chain(&generated[..generated.len() - 1]).enumerate() {
+                hash = hash_after(hash, &[token]);
+                distinct.insert((position, hash));
+            }
+        }
+        most_used = report.used_pages;
+        distinct_then = distinct.len();
+    }
+    let share = (most_used * PAGE) as f64 / distinct_then as f64;
+    assert!(distinct_then > 4000 && share <= 1.1, "{most_used} pages for {distinct_then} positions: {share:.3}");
     Ok(())
 }
 

@@ -77,6 +77,12 @@ fn number(table: &str, name: &str) -> usize {
     line.trim().split([' ', ',']).next().and_then(|word| word.parse().ok()).expect(name)
 }
 
+/// Returns the number of tokens of prompts that were shared.
+fn shared(table: &str) -> usize {
+    let (_, after) = table.split_once(" tokens, ").expect("the line of prompts");
+    after.split(' ').next().and_then(|word| word.parse().ok()).expect("a number")
+}
+
 #[test]
 fn served_requests_have_the_tokens_of_causal_lm_alone_with_and_without_preemptions() {
     let requests = requests(8, 90);
@@ -101,47 +107,38 @@ fn served_requests_have_the_tokens_of_causal_lm_alone_with_and_without_preemptio
     assert_eq!(serve(&model, &requests[..3], &options).tokens, in_q8);
 }
 
-/// The models whose layers cannot use pages, and the reason.
-const REFUSED: [(&str, &str); 11] = [
-    ("deepseek_v2", "latent attention, whose compressed keys have no pages"),
-    ("deepseek_v2_lite", "latent attention, whose compressed keys have no pages"),
-    ("deepseek_v3", "latent attention, whose compressed keys have no pages"),
-    ("deepseek_v3_halves", "latent attention, whose compressed keys have no pages"),
-    ("deepseek_v32", "latent attention, whose compressed keys have no pages"),
-    ("glm_moe_dsa", "latent attention, whose compressed keys have no pages"),
-    ("kimi_linear", "linear attention, whose states have no pages"),
-    ("olmo_hybrid", "linear attention, whose states have no pages"),
-    ("qwen3_5_moe", "linear attention, whose states have no pages"),
-    ("qwen3_5_text", "linear attention, whose states have no pages"),
-    ("qwen3_next", "linear attention, whose states have no pages"),
-];
-
+/// Models with latent attention, with linear attention and with windows are among them.
 #[test]
-fn models_of_causal_lm_serve_requests_or_are_refused_with_a_reason() {
+fn models_of_causal_lm_serve_requests_with_the_tokens_of_each_alone() {
     let all = requests(3, 24);
     let models = Checkpoint::all("causal_lm");
-    let refused = models.par_iter().map(|model| {
+    models.par_iter().for_each(|model| {
         let name = model.path.file_name().and_then(|name| name.to_str()).expect("a name");
         let mut requests = all.clone();
         if name == "phi3_scaled" {
             // The rotary frequencies change after 16 positions.
             requests.retain(|request| request.ids.len() + request.max_tokens <= 16);
         }
-        if let Some((_, reason)) = REFUSED.iter().find(|(refused, _)| *refused == name) {
-            let folder = tempfile::tempdir().expect("a folder");
-            let mut serving = command("serve_requests");
-            serving.arg("--model").arg(&model.path).args(["--requests", &write(&requests, folder.path())]);
-            let Run { code, stderr, .. } = run(serving);
-            assert_eq!(code, Some(1), "{model}: {stderr}");
-            assert!(stderr.starts_with("error: [pages] layer ") && stderr.contains(reason), "{model}: {stderr}");
-            return 1;
-        }
         let Answers { tokens, .. } = serve(model, &requests, &["--pages", "3", "--token-budget", "9"]);
         let expected: Vec<_> = requests.iter().map(|request| alone(model, request, &[])).collect();
         assert_eq!(tokens, expected, "{model}");
-        0
     });
-    assert_eq!(refused.sum::<usize>(), REFUSED.len());
+}
+
+#[test]
+fn served_requests_with_states_share_prefixes_and_have_the_tokens_of_causal_lm_alone() {
+    let requests = requests(8, 90);
+    let model = Checkpoint::of("causal_lm", "qwen3_next");
+    let expected: Vec<_> = requests.par_iter().map(|request| alone(&model, request, &[])).collect();
+    for options in [
+        &["--pages", "100", "--chunk", "16"][..],
+        &["--pages", "7", "--token-budget", "24", "--chunk", "16", "--states", "48"],
+        &["--pages", "6", "--batch", "3", "--chunk", "16", "--states", "6"],
+    ] {
+        let Answers { tokens, table } = serve(&model, &requests, options);
+        assert_eq!(tokens, expected, "{options:?}");
+        assert!(shared(&table) > 0, "{options:?}: {table}");
+    }
 }
 
 /// The title of a rectangle in a page: a text, and a period in seconds.

@@ -34,6 +34,7 @@ pub mod internal {
     pub use crate::cache::{NewTokens, Padding, QUANTIZE_CASE, check_kept};
     pub use crate::layer::LatentProjections;
     pub use crate::mask::{check_trees, rows_of_ones, tree_of};
+    pub use crate::pages::StoredSteps;
     pub use crate::params::{
         AdaptableModule, AdapterMatrices, GATE_NAME, LayoutTensor, MaskBuffer, OTHER_GATE_NAME, ParameterName,
         ProjectionShape, TensorSource, detect_with, nearest_layout, projection_shape, query_weights, wrapper_prefixes,
@@ -51,7 +52,8 @@ pub use layer::{
 };
 pub use mask::{AttentionMask, FullyMaskedRows, KeyLists, KeyRanges, TokenTree, ValidLens, Windows};
 pub use pages::{
-    KvPool, KvPoolConfig, PageCopy, PageTable, PagedStep, PagedTokens, SequenceId, SharedPrefix, StepTokens,
+    KvPool, KvPoolConfig, PageCopy, PageTable, PagedStep, PagedTokens, SequenceId, SharedPrefix, StateAfter,
+    StepStates, StepTokens,
 };
 pub use params::WeightLayout;
 pub use position::{

@@ -3,7 +3,7 @@
 mod net;
 mod rule;
 
-pub use net::{DeltaCache, DeltaInput, DeltaLayout, GatedDeltaNet, GatedDeltaNetConfig};
+pub use net::{DeltaCache, DeltaInput, DeltaLayout, DeltaPool, GatedDeltaNet, GatedDeltaNetConfig};
 pub use rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
 
 /// Internals that other packages of the workspace use. They are not covered by semantic versioning.

@@ -2,10 +2,10 @@
 
 use candle_attention::{
     AlibiConfig, AllReduce, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics,
-    DeltaCache, DeltaInput, GatedDeltaNet, KvPool, KvPoolConfig, MultiHeadAttention, MultiHeadLatentAttention,
-    PageTable, PagedTokens, RopeConfig, RotaryEmbedding, StatisticsOptions,
+    DeltaCache, DeltaInput, DeltaPool, GatedDeltaNet, KvPool, KvPoolConfig, MultiHeadAttention,
+    MultiHeadLatentAttention, PageTable, PagedTokens, RopeConfig, RotaryEmbedding, StatisticsOptions,
 };
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 
 #[allow(clippy::large_enum_variant, reason = "a model has one for each block")]
 pub enum Attention {
@@ -46,6 +46,22 @@ impl Cache {
     }
 }
 
+/// The pool of a block's attention, for sequences in pages.
+pub enum Pool {
+    Softmax(KvPool),
+    Linear(DeltaPool),
+}
+
+impl Pool {
+    /// Returns the size in bytes.
+    pub fn memory(&self) -> usize {
+        match self {
+            Self::Softmax(pool) => pool.memory(),
+            Self::Linear(pool) => pool.memory(),
+        }
+    }
+}
+
 /// The input of a block's attention.
 pub enum Input<'a> {
     Softmax(AttentionInput<'a>),
@@ -82,8 +98,16 @@ impl<'a> Input<'a> {
     }
 
     /// Sets the pages of a call, whose input is (total, E).
-    pub fn with_pages(self, pool: &'a KvPool, step: &'a PagedTokens) -> Result<Self> {
-        Ok(Self::Softmax(self.softmax()?.with_pages(pool, step)))
+    pub fn with_pages(self, pool: &'a Pool, step: &'a PagedTokens) -> Result<Self> {
+        match (self, pool) {
+            (Self::Softmax(input), Pool::Softmax(pool)) => Ok(Self::Softmax(input.with_pages(pool, step))),
+            (Self::Linear(input), Pool::Linear(pool)) => Ok(Self::Linear(input.with_pages(pool, step))),
+            (input, _) => {
+                let is_linear = matches!(input, Self::Linear(_));
+                let [own, other] = if is_linear { ["linear", "softmax"] } else { ["softmax", "linear"] };
+                bail!("[causal_lm] a layer of {own} attention got the pool of {other} attention")
+            }
+        }
     }
 
     /// Returns the input of softmax attention.
@@ -146,28 +170,53 @@ impl Attention {
         AttentionCache::new(&config(own)).map(Cache::Softmax)
     }
 
-    /// Returns the config of the pool of this layer, which has the number `layer` in errors.
+    /// Makes the pool of this layer for the pages and states of a table; the layer has the number `layer` in errors.
+    /// `config` can change the config of a pool of keys and values.
     ///
     /// # Errors
-    /// For attention that does not read keys and values in pages. The error says why.
-    pub fn pool_config(&self, layer: usize, table: &PageTable) -> Result<KvPoolConfig> {
-        let reason = match self {
-            Self::Latent(_) => "has latent attention, whose compressed keys have no pages",
-            Self::Linear(_) => "has linear attention, whose states have no pages",
+    /// For attention that does not read keys and values in pages, with the reason, and if the pool does not fit in
+    /// memory.
+    pub fn pool(
+        &self,
+        layer: usize,
+        table: &PageTable,
+        device: &Device,
+        config: impl Fn(KvPoolConfig) -> KvPoolConfig,
+    ) -> Result<Pool> {
+        let own = match self {
+            Self::Linear(net) => return DeltaPool::new(net, table).map(Pool::Linear),
+            Self::Latent(attention) => KvPoolConfig::for_latent_layer(attention.config(), table),
             Self::MultiHead(attention) => {
                 let cfg = attention.config();
                 if cfg.relative_bias().is_some() {
-                    "has a relative bias, which is not supported with pages"
-                } else if cfg.content_positions().is_some() {
-                    "has content-based relative positions, which are not supported with pages"
-                } else if matches!(cfg.alibi(), Some(AlibiConfig::Falcon)) {
-                    "has Falcon's bias for each key, which is not supported with pages"
-                } else {
-                    return Ok(KvPoolConfig::for_layer(cfg, table));
+                    bail!("[pages] layer {layer} of the model has a relative bias, which is not supported with pages")
                 }
+                if cfg.content_positions().is_some() {
+                    bail!(
+                        "[pages] layer {layer} of the model has content-based relative positions, which are not \
+                         supported with pages"
+                    )
+                }
+                if matches!(cfg.alibi(), Some(AlibiConfig::Falcon)) {
+                    bail!(
+                        "[pages] layer {layer} of the model has Falcon's bias for each key, which is not supported \
+                         with pages"
+                    )
+                }
+                KvPoolConfig::for_layer(cfg, table)
             }
         };
-        bail!("[pages] layer {layer} of the model {reason}")
+        KvPool::new(&config(own), device).map(Pool::Softmax)
+    }
+
+    /// Returns the number of keys that a query attends to at most: of softmax attention with a window, and 0 of linear
+    /// attention, which reads a state; `None` for all keys.
+    pub fn window(&self) -> Option<usize> {
+        match self {
+            Self::MultiHead(attention) => attention.config().window(),
+            Self::Latent(_) => None,
+            Self::Linear(_) => Some(0),
+        }
     }
 
     pub fn forward(&self, input: Input) -> Result<Tensor> {

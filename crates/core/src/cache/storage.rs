@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{D, DType, Result, Tensor, bail};
 
 use super::OP;
 use super::quantize::{QuantizedRows, quantize};
@@ -43,6 +43,19 @@ impl StorageFormat {
         }
         Ok(())
     }
+
+    /// Checks that the first scales of keys are the scales of the values in their first `d_v` columns.
+    pub fn check_latents(self, op: &str, d: usize, d_v: usize) -> Result<()> {
+        let Self::Codes(codes) = self else { return Ok(()) };
+        let has_same_groups = codes.scales(d) == 1 || codes.group(d) == codes.group(d_v);
+        if !has_same_groups {
+            bail!(
+                "[{op}] the latents of a token have {d_v} of {d} numbers, expected a multiple of {} for {self}",
+                codes.group(d)
+            )
+        }
+        Ok(())
+    }
 }
 
 /// Keys or values.
@@ -78,7 +91,7 @@ impl Buffer {
     }
 
     /// Returns floats: a view of the buffer, or the numbers of its codes in `dtype`.
-    fn floats(&self, dtype: DType) -> Result<Tensor> {
+    pub fn floats(&self, dtype: DType) -> Result<Tensor> {
         match &self.codes {
             Some(BufferCodes { format, scales, rotation }) => {
                 rotated(&decoded(&self.entries, scales, *format, dtype)?, *rotation)
@@ -103,7 +116,18 @@ impl Buffer {
         [&self.entries].into_iter().chain(self.codes.as_ref().map(|codes| &codes.scales))
     }
 
-    fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+    /// Returns a view of the first columns of the rows: the values of latents.
+    pub fn first_columns(&self, width: usize) -> Result<Self> {
+        let Some(of_all) = &self.codes else {
+            return Ok(Self { entries: self.entries.narrow(D::Minus1, 0, width)?, codes: None });
+        };
+        let scales = of_all.scales.narrow(D::Minus1, 0, of_all.format.scales(width))?;
+        let entries = self.entries.narrow(D::Minus1, 0, of_all.format.bytes(width))?;
+        Ok(Self { entries, codes: Some(BufferCodes { scales, ..*of_all }) })
+    }
+
+    /// Returns the buffer with a function applied to its tensors.
+    pub fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
         let codes = match &self.codes {
             Some(codes) => Some(BufferCodes { scales: f(&codes.scales)?, ..*codes }),
             None => None,
@@ -193,7 +217,7 @@ impl KvBuffers {
         let d = k.dim(3)?;
         format.check_widths(OP, d, d_v)?;
         let Some(v) = v else {
-            check_latents(format, d, d_v)?;
+            format.check_latents(OP, d, d_v)?;
             return Ok(Self { keys: Buffer::encode(k, format, &[d, d_v])?, values: None, d_v });
         };
         Ok(Self { keys: Buffer::encode(k, format, &[d])?, values: Some(Buffer::encode(v, format, &[d_v])?), d_v })
@@ -318,10 +342,7 @@ impl KvBuffers {
         let format = of_keys.format;
         let values = match &self.values {
             Some(values) => values.clone(),
-            None => Buffer {
-                entries: part(&self.keys.entries, 3, 0..format.bytes(self.d_v))?,
-                codes: Some(BufferCodes { scales: part(&of_keys.scales, 3, 0..format.scales(self.d_v))?, ..*of_keys }),
-            },
+            None => self.keys.first_columns(self.d_v)?,
         };
         let Some(of_values) = values.codes else { return Ok(None) };
         Ok(Some(KvCodes {
@@ -395,19 +416,6 @@ impl KvBuffers {
     fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         [&self.keys].into_iter().chain(&self.values).flat_map(Buffer::tensors)
     }
-}
-
-/// Checks that the first scales of keys are the scales of the values in their first `d_v` columns.
-fn check_latents(format: StorageFormat, d: usize, d_v: usize) -> Result<()> {
-    let StorageFormat::Codes(codes) = format else { return Ok(()) };
-    let has_same_groups = codes.scales(d) == 1 || codes.group(d) == codes.group(d_v);
-    if !has_same_groups {
-        bail!(
-            "[{OP}] the latents of a token have {d_v} of {d} numbers, expected a multiple of {} for {format}",
-            codes.group(d)
-        )
-    }
-    Ok(())
 }
 
 fn check_memory(dims: &[usize], dtype: DType) -> Result<()> {

@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::heads::{ProjectedHeads, split_heads};
 use super::input::{AttentionInput, KeysFrom};
+use super::latent::LatentPages;
 use super::validate::{CheckedLayerInput, NO_KEYS};
 use super::{LayerOutput, MultiHeadAttention, OP};
 use crate::cache::{AttentionCache, CachedCall, KvSizes};
@@ -319,6 +320,8 @@ pub(super) enum AttendedKeys<'a> {
     Cached(CachedCall<'a>),
     /// Keys and values in pages.
     Paged(PagedKeys<'a>),
+    /// Latents in pages.
+    Latents(LatentPages<'a>),
 }
 
 /// Projects the attention output (B, H, T_q, D_v), a view of (B, T_q, H, D_v), to (B, T_q, out_dim).
@@ -365,6 +368,7 @@ impl PreparedCall<'_> {
             AttendedKeys::ByHeads(keys) => keys.attend(q, mask, options, wanted),
             AttendedKeys::Cached(keys) => keys.attend(q, mask, options, wanted),
             AttendedKeys::Paged(keys) => keys.attend(q, mask, options, wanted),
+            AttendedKeys::Latents(keys) => keys.attend(q, mask, options, wanted),
         }
     }
 
@@ -379,6 +383,7 @@ impl PreparedCall<'_> {
             AttendedKeys::ByHeads(keys) => keys.plan(q, mask, options),
             AttendedKeys::Cached(keys) => keys.plan(q, mask, options),
             AttendedKeys::Paged(keys) => keys.plan(q, mask, options),
+            AttendedKeys::Latents(keys) => keys.plan(q, mask, options),
         }
     }
 }

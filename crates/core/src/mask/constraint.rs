@@ -104,6 +104,14 @@ impl QueryAlignment {
         };
         first + i as i128
     }
+
+    /// Returns the alignment for some of the sequences, in this order.
+    fn of_sequences(&self, chosen: &[usize]) -> Self {
+        match self {
+            Self::End | Self::Offset(_) => self.clone(),
+            Self::Offsets(offsets) => Self::Offsets(chosen.iter().map(|&s| offsets[s]).collect()),
+        }
+    }
 }
 
 /// Returns the key at which the sequence of query `i` of row `b` of a batch begins: the last of its starts and of the
@@ -124,6 +132,16 @@ pub(super) fn first_key(constraints: &[Constraint], b: usize, i: usize) -> usize
 const ALL: Range<i128> = i128::MIN..i128::MAX;
 
 impl Reach {
+    /// Returns the reach for some of the sequences, in this order.
+    fn of_sequences(&self, chosen: &[usize]) -> Self {
+        match self {
+            Self::Causal { prefix } => {
+                Self::Causal { prefix: prefix.iter().map(|lens| lens.of_sequences(chosen)).collect() }
+            }
+            Self::Window { .. } | Self::Chunk(_) => self.clone(),
+        }
+    }
+
     /// Returns the key positions that query `i` of sequence `b`, at a position, may attend to. The sequence begins at
     /// the key `first`.
     pub fn keys(&self, position: i128, b: usize, i: usize, first: i128) -> Range<i128> {
@@ -191,6 +209,23 @@ impl Constraint {
             Self::Prefix(prefix) => Self::Prefix(prefix.of_queries("prefix", queries)?),
             Self::Aligned(..) | Self::Padded(_) | Self::Tokenized(_) | Self::Wrong(_) => self.clone(),
         })
+    }
+
+    /// Returns the constraint for some of the sequences, in this order. It fits all of them.
+    pub fn of_sequences(&self, chosen: &[usize]) -> Self {
+        match self {
+            Self::Aligned(alignment, reach) => {
+                Self::Aligned(alignment.of_sequences(chosen), reach.of_sequences(chosen))
+            }
+            Self::ValidLens(lens) => Self::ValidLens(lens.of_sequences(chosen)),
+            Self::Starts(starts) => Self::Starts(starts.of_sequences(chosen)),
+            Self::FirstKeys(keys) => Self::FirstKeys(keys.of_sequences(chosen)),
+            Self::Prefix(prefix) => Self::Prefix(prefix.of_sequences(chosen)),
+            Self::Padded(columns) => {
+                Self::Padded(chosen.iter().map(|&s| columns.get(s).copied().unwrap_or(0)).collect())
+            }
+            Self::Tokenized(_) | Self::Wrong(_) => self.clone(),
+        }
     }
 
     /// Returns the alignment of a constraint that counts from the query's position.

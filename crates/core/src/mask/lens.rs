@@ -84,6 +84,14 @@ impl ValidLens {
         matches!(&*self.0, Lens::PerSequence(lens) if lens.iter().any(|&entry| entry > 0))
     }
 
+    /// Returns the entries of some of the sequences, in this order. All of them have entries.
+    pub(super) fn of_sequences(&self, chosen: &[usize]) -> Self {
+        match &*self.0 {
+            Lens::PerSequence(lens) => chosen.iter().map(|&s| lens[s]).collect::<Vec<_>>().into(),
+            Lens::PerQuery(rows) => chosen.iter().map(|&s| rows[s].clone()).collect::<Vec<_>>().into(),
+        }
+    }
+
     /// Returns the entries of some of the queries of each sequence; `what` names the lengths in errors.
     pub(super) fn of_queries(&self, what: &str, queries: &Range<usize>) -> Result<Self> {
         let Lens::PerQuery(rows) = &*self.0 else { return Ok(self.clone()) };

@@ -20,6 +20,20 @@ impl AttentionMask {
         Ok(())
     }
 
+    /// Checks that the mask has no tensor, which packed sequences have no shape for.
+    pub(crate) fn check_without_tensors(&self, op: &str) -> Result<()> {
+        if let Some(tensor) = self.tensor_kind() {
+            bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
+        }
+        Ok(())
+    }
+
+    /// Returns the mask for some of the packed sequences that it fits, in this order. It has no tensors.
+    pub(crate) fn of_sequences(&self, chosen: &[usize]) -> Self {
+        let constraints = self.constraints.iter().map(|constraint| constraint.of_sequences(chosen)).collect();
+        Self { constraints, ..self.clone() }
+    }
+
     /// Returns the mask for scores (B, H, T_q, rows), whose columns are the rows of a cache instead of positions in the
     /// sequence. T_kv of this mask is the length of the longest sequence, and a mask that is aligned to the end is
     /// aligned to the end of each sequence.

@@ -1,8 +1,8 @@
-//! The pages that are free, and the numbers of sequences that have each of the others.
+//! The pages that are free, and the numbers of sequences that have each of the others; the states likewise.
 
 use std::collections::BTreeMap;
 
-/// The pages of a table.
+/// The pages of a table, or its states.
 #[derive(Debug)]
 pub(super) struct Allocator {
     /// The number of sequences that have each page.
@@ -65,6 +65,14 @@ impl Allocator {
         self.freed_at[taken.page as usize] = None;
         self.references[taken.page as usize] = 1;
         Some(taken)
+    }
+
+    /// Makes a page no longer found by its tokens.
+    pub fn forget(&mut self, page: u32) {
+        if let Some(freed_at) = self.freed_at[page as usize].take() {
+            self.found.remove(&freed_at);
+            self.blank.push(page);
+        }
     }
 
     /// Adds a sequence to those that have a page, which may be a free page that is found by its tokens.

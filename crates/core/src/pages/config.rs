@@ -22,6 +22,8 @@ pub struct KvPoolConfig {
     dtype: DType,
     codes: Option<KvCodeFormat>,
     pub(super) detached: bool,
+    /// Whether the values are the first columns of the keys, which are then latents.
+    pub(super) is_latent: bool,
 }
 
 impl KvPoolConfig {
@@ -36,12 +38,20 @@ impl KvPoolConfig {
             dtype: DType::F32,
             codes: None,
             detached: false,
+            is_latent: false,
         }
     }
 
-    /// Returns the config of a layer's pool.
+    /// Returns the config of the pool of a layer of multi-head attention.
+    /// [`for_latent_layer`](Self::for_latent_layer) is for latent attention.
     pub fn for_layer(cfg: &MultiHeadAttentionConfig, table: &PageTable) -> Self {
         Self::new(cfg.num_kv_heads(), cfg.head_dim(), table).with_value_head_dim(cfg.value_head_dim())
+    }
+
+    /// Returns the config of a pool of latents of `width` numbers, whose first `value_width` numbers are the values
+    /// too.
+    pub(crate) fn for_latents(width: usize, value_width: usize, table: &PageTable) -> Self {
+        Self { is_latent: true, ..Self::new(1, width, table).with_value_head_dim(value_width) }
     }
 
     /// Sets the head dimension of values, which is that of keys by default.
@@ -108,6 +118,12 @@ impl KvPoolConfig {
         number::size(OP, "head_dim", d)?;
         number::size(OP, "value_head_dim", d_v)?;
         self.format().check_widths(OP, d, d_v)?;
+        if self.is_latent {
+            if d_v > d {
+                bail!("[{OP}] value_head_dim is {d_v}, expected at most the {d} numbers of the latents")
+            }
+            self.format().check_latents(OP, d, d_v)?;
+        }
         if self.codes.is_none() && !FLOATS.contains(&self.dtype) {
             bail!("[{OP}] dtype is {:?}, expected F32, F16, BF16 or F64", self.dtype)
         }

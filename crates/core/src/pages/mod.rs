@@ -2,18 +2,23 @@
 //! pages.
 //!
 //! `table` has the sequences, `allocator` the pages that are free, `prefixes` the pages that are found by their tokens,
-//! `step` the new tokens of one pass through a model, `pool` the storage of a layer.
+//! `states` the slots for states of recurrent layers, `step` the new tokens of one pass through a model, `pool` the
+//! storage of a layer, `stored_steps` the steps whose tokens a pool has.
 
 mod allocator;
 mod config;
 mod pool;
 mod prefixes;
+mod states;
 mod step;
+mod stored_steps;
 mod table;
 
 pub use config::KvPoolConfig;
 pub use pool::KvPool;
+pub use states::{StateAfter, StepStates};
 pub use step::{PageCopy, PagedStep, PagedTokens};
+pub use stored_steps::StoredSteps;
 pub use table::{PageTable, SequenceId, SharedPrefix, StepTokens};
 
 pub(crate) use pool::PagedKeys;

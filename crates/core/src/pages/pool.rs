@@ -1,16 +1,17 @@
 //! The storage of one layer in pages, and attention to it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::config::{KvPoolConfig, OP};
 use super::step::{PageCopy, PagedTokens, RowRun};
+use super::stored_steps::StoredSteps;
 use crate::cache::{Buffer, BufferCodes, Hadamard, KvSizes, StorageFormat, rotated, rotated_back};
 use crate::mask::AttentionMask;
 use crate::sdpa::{Attended, Call, PagedSequences, Plan, Qkv, SdpaOptions, attend, plan_of_call};
 use candle_attention_call::{KvScales, RequestedResults};
-use candle_attention_modules::base::{Expect, check_memory, floats_on, floats_text};
+use candle_attention_modules::base::{Expect, accumulation_dtype, check_memory, floats_on, floats_text};
 
 /// The name of the operation in errors of attention to a pool.
 const ATTENTION: &str = "scaled_dot_product_attention_paged";
@@ -41,9 +42,9 @@ const ATTENTION: &str = "scaled_dot_product_attention_paged";
 pub struct KvPool {
     config: KvPoolConfig,
     keys: Buffer,
+    /// A view of the first columns of the keys, if these are latents.
     values: Buffer,
-    /// The number of the last step whose tokens were written.
-    written: AtomicU64,
+    stored: StoredSteps,
 }
 
 impl KvPool {
@@ -67,11 +68,16 @@ impl KvPool {
             StorageFormat::Floats(dtype) => Ok(Buffer { entries: zeros(width, dtype)?, codes: None }),
             StorageFormat::Codes(format) => {
                 let scales = zeros(format.scales(width), DType::F32)?;
-                let codes = Some(BufferCodes { format, scales, rotation: Hadamard::of(format, &[width]) });
+                // Latents have blocks that divide the width of values too.
+                let widths = if config.is_latent { [d, d_v] } else { [width, width] };
+                let rotation = Hadamard::of(format, &widths);
+                let codes = Some(BufferCodes { format, scales, rotation });
                 Ok(Buffer { entries: zeros(format.bytes(width), DType::U8)?, codes })
             }
         };
-        Ok(Self { config: config.clone(), keys: buffer(d)?, values: buffer(d_v)?, written: AtomicU64::new(0) })
+        let keys = buffer(d)?;
+        let values = if config.is_latent { keys.first_columns(d_v)? } else { buffer(d_v)? };
+        Ok(Self { config: config.clone(), keys, values, stored: StoredSteps::of_table(config.table) })
     }
 
     /// Returns the config of the pool.
@@ -81,11 +87,13 @@ impl KvPool {
 
     /// Returns the bytes of all pages.
     pub fn memory(&self) -> usize {
-        let tensors = [&self.keys, &self.values].into_iter().flat_map(Buffer::tensors);
+        let values = (!self.config.is_latent).then_some(&self.values);
+        let tensors = [&self.keys].into_iter().chain(values).flat_map(Buffer::tensors);
         tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
     }
 
-    /// Returns the pools of keys and of values: views, to which later calls write. Of codes, their bytes.
+    /// Returns the pools of keys and of values: views, to which later calls write. Of codes, their bytes. The values of
+    /// latents are the first columns of the keys.
     pub fn keys_and_values(&self) -> (&Tensor, &Tensor) {
         (&self.keys.entries, &self.values.entries)
     }
@@ -97,28 +105,42 @@ impl KvPool {
     /// For tensors that do not fit the pool or the step, for keys that are tracked for gradients, for a step of another
     /// table than the pool's, and if the pool did not store the tokens of a step before.
     pub fn write(&self, step: &PagedTokens, k: &Tensor, v: &Tensor) -> Result<()> {
-        self.check_step(step)?;
-        let KvSizes { h_kv, d, d_v } = self.config.sizes;
-        let total = step.total_tokens();
-        for (name, tensor, width) in [("keys", k, d), ("values", v, d_v)] {
-            let found = Expect::many(OP, name, tensor).sizes(&[total, h_kv, width])?.float("")?;
-            found.same_device("the pool", self.keys.entries.device())?;
+        if self.config.is_latent {
+            bail!("[{OP}] the pool stores latents, expected the call of a layer of latent attention")
         }
-        if (k.track_op() || v.track_op()) && !self.config.detached {
+        self.check_step(step)?;
+        let KvSizes { d, d_v, .. } = self.config.sizes;
+        self.check_rows("keys", k, step, d)?;
+        self.check_rows("values", v, step, d_v)?;
+        let keys = Buffer::encode(k, self.config.format(), &[d])?;
+        let values = Buffer::encode(v, self.config.format(), &[d_v])?;
+        write_buffer(&self.keys, &keys, step)?;
+        write_buffer(&self.values, &values, step)?;
+        self.stored.add(step);
+        Ok(())
+    }
+
+    /// Stores the latents (total, 1, width) of the tokens of a step, as [`write`](Self::write) stores keys and values.
+    fn write_latents(&self, step: &PagedTokens, latents: &Tensor) -> Result<()> {
+        self.check_step(step)?;
+        let KvSizes { d, d_v, .. } = self.config.sizes;
+        self.check_rows("latents", latents, step, d)?;
+        write_buffer(&self.keys, &Buffer::encode(latents, self.config.format(), &[d, d_v])?, step)?;
+        self.stored.add(step);
+        Ok(())
+    }
+
+    /// Checks the rows (total, H_kv, width) of the tokens of a step.
+    fn check_rows(&self, name: &str, rows: &Tensor, step: &PagedTokens, width: usize) -> Result<()> {
+        let sizes = [step.total_tokens(), self.config.sizes.h_kv, width];
+        let found = Expect::many(OP, name, rows).sizes(&sizes)?.float("")?;
+        found.same_device("the pool", self.keys.entries.device())?;
+        if rows.track_op() && !self.config.detached {
             bail!(
                 "[{OP}] keys or values are tracked for gradients, which a pool would lose; expected a layer after \
                  `freeze()` and an input `xs.detach()`, or a pool made `with_detached(true)`"
             )
         }
-        let keys = Buffer::encode(k, self.config.format(), &[d])?;
-        let values = Buffer::encode(v, self.config.format(), &[d_v])?;
-        for (buffer, rows) in [(&self.keys, &keys), (&self.values, &values)] {
-            for (pool, new) in buffer.tensors().zip(rows.tensors()) {
-                copy_pages(pool, step.copies())?;
-                write_rows(pool, new, step.runs())?;
-            }
-        }
-        self.written.store(step.number, Ordering::Relaxed);
         Ok(())
     }
 
@@ -165,7 +187,7 @@ impl KvPool {
     /// Checks that a step is of the table that the pool was made for, and that the pool has stored the tokens of all
     /// steps before.
     fn check_step(&self, step: &PagedTokens) -> Result<()> {
-        let KvPoolConfig { table, pages, page_size, .. } = self.config;
+        let KvPoolConfig { pages, page_size, .. } = self.config;
         if (pages, page_size) != (step.pages, step.page_size) {
             bail!(
                 "[{OP}] the pool has {pages} pages of {page_size} positions, expected the table's {} of {}",
@@ -173,16 +195,7 @@ impl KvPool {
                 step.page_size
             )
         }
-        if table != step.table {
-            bail!("[{OP}] the step is of another table, expected the one that the pool was made for")
-        }
-        if self.written.load(Ordering::Relaxed) < step.committed {
-            bail!(
-                "[{OP}] the pool has not stored the tokens of an earlier step that was committed, expected a call of \
-                 its layer in every step"
-            )
-        }
-        Ok(())
+        self.stored.check(OP, step)
     }
 }
 
@@ -200,9 +213,29 @@ impl PagedKeys<'_> {
         self.pool.write(self.step, &rows(k)?, &rows(v)?)
     }
 
+    /// Stores the latents (1, 1, total, width) of the tokens, whose first `d_v` columns are the values.
+    pub fn write_latents(&self, latents: &Tensor, d_v: usize) -> Result<()> {
+        let KvPoolConfig { is_latent, sizes, .. } = self.pool.config;
+        let expected = KvSizes { h_kv: 1, d: latents.dim(3)?, d_v };
+        if !is_latent || sizes != expected {
+            let kind = if is_latent { "latents" } else { "keys" };
+            bail!(
+                "[{OP}] the pool stores {kind} of {} numbers and values of {}, expected a pool \
+                 `KvPoolConfig::for_latent_layer` for latents of {} and values of {d_v}",
+                sizes.d,
+                sizes.d_v,
+                expected.d
+            )
+        }
+        self.pool.write_latents(self.step, &latents.squeeze(0)?.transpose(0, 1)?)
+    }
+
     /// Checks that an earlier layer has stored keys and values of these sizes for the tokens of the step.
     pub fn check_written(&self, sizes: KvSizes) -> Result<()> {
         self.pool.check_step(self.step)?;
+        if self.pool.config.is_latent {
+            bail!("[{OP}] the pool of the earlier layer stores latents, expected keys and values")
+        }
         if self.pool.config.sizes != sizes {
             let KvSizes { h_kv, d, d_v } = self.pool.config.sizes;
             bail!(
@@ -213,7 +246,7 @@ impl PagedKeys<'_> {
                 sizes.d_v
             )
         }
-        if self.pool.written.load(Ordering::Relaxed) != self.step.number {
+        if !self.pool.stored.is_last(self.step) {
             bail!("[{OP}] the earlier layer has not stored the tokens of the step, expected its call first")
         }
         Ok(())
@@ -227,19 +260,90 @@ impl PagedKeys<'_> {
         options: &SdpaOptions,
         wanted: RequestedResults,
     ) -> Result<Attended> {
-        let found = attend(self.call(q, mask, options)?, wanted)?;
+        self.attend_from(q, self.step.sequences(), mask, options, wanted)
+    }
+
+    /// Attends as [`attend`](Self::attend) from the queries of some sequences of the step, whose mask it is.
+    pub fn attend_from(
+        &self,
+        q: &Tensor,
+        sequences: &PagedSequences,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        wanted: RequestedResults,
+    ) -> Result<Attended> {
+        let found = attend(self.call(q, sequences, mask, options)?, wanted)?;
         rotated_back(found, self.pool.values.rotation())?.into_dtype(q.dtype())
     }
 
     /// Returns the path of attention for its output.
     pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        plan_of_call(self.call(q, mask, options)?)
+        self.plan_from(q, self.step.sequences(), mask, options)
     }
 
-    fn call(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Call> {
-        let rows = q.squeeze(0)?.transpose(0, 1)?;
-        self.pool.call(ATTENTION, &rows, self.step.sequences(), mask, options)
+    /// Returns the path of [`attend_from`](Self::attend_from) for its output.
+    pub fn plan_from(
+        &self,
+        q: &Tensor,
+        sequences: &PagedSequences,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<Plan> {
+        plan_of_call(self.call(q, sequences, mask, options)?)
     }
+
+    fn call(
+        &self,
+        q: &Tensor,
+        sequences: &PagedSequences,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<Call> {
+        let rows = q.squeeze(0)?.transpose(0, 1)?;
+        self.pool.call(ATTENTION, &rows, sequences, mask, options)
+    }
+
+    /// Returns the stored keys of sequence `s` of the step as floats, in the order of their positions: (1, H_kv, T_kv,
+    /// D) in the pool's dtype, of codes in `dtype`. It copies them.
+    ///
+    /// # Errors
+    /// If pages of the sequence were released.
+    pub fn keys_of(&self, s: usize, dtype: DType) -> Result<Tensor> {
+        let sequences = self.step.sequences();
+        let Range { start: first, end: len } = sequences.keys(s);
+        if first > 0 {
+            bail!("[{OP}] the pages before position {first} of a sequence were released, expected all of its pages")
+        }
+        let page_size = self.step.page_size;
+        let pages = &sequences.pages(s)[..len.div_ceil(page_size)];
+        let device = self.pool.keys.entries.device();
+        let pages = Tensor::from_slice(pages, pages.len(), device)?;
+        let rows = self.pool.keys.try_map(|pool| pool.index_select(&pages, 0)?.flatten(0, 1)?.narrow(0, 0, len))?;
+        rows.floats(dtype)?.transpose(0, 1)?.unsqueeze(0)
+    }
+
+    /// Returns the dtype in which attention to the stored keys as floats is computed, for a layer whose keys have
+    /// `key_dtype`.
+    pub fn float_dtype(&self, key_dtype: DType) -> DType {
+        match self.pool.keys.codes {
+            Some(_) => accumulation_dtype(key_dtype),
+            None => self.pool.keys.entries.dtype(),
+        }
+    }
+
+    /// Returns a tensor that attends to the keys or is attended to, without its gradient if gradients end at the pool.
+    pub fn attached(&self, tensor: &Tensor) -> Tensor {
+        if self.pool.config.detached { tensor.detach() } else { tensor.clone() }
+    }
+}
+
+/// Writes the rows of the tokens of a step to a buffer of pages, after the copies of pages that sequences stop sharing.
+fn write_buffer(buffer: &Buffer, rows: &Buffer, step: &PagedTokens) -> Result<()> {
+    for (pool, new) in buffer.tensors().zip(rows.tensors()) {
+        copy_pages(pool, step.copies())?;
+        write_rows(pool, new, step.runs())?;
+    }
+    Ok(())
 }
 
 /// Copies pages within a pool (pages, ..).

@@ -111,6 +111,11 @@ impl Prefixes {
         chain
     }
 
+    /// Returns the page that is found by a prefix.
+    pub fn page_of(&self, prefix: &Prefix) -> Option<u32> {
+        self.find_after(&prefix.ids, prefix.before.as_ref())
+    }
+
     /// Returns whether two prefixes have the same ids.
     pub fn are_equal(one: &Arc<Prefix>, other: &Arc<Prefix>) -> bool {
         Arc::ptr_eq(one, other) || one.is(&other.ids, other.before.as_ref())

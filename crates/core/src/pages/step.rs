@@ -4,7 +4,8 @@ use std::ops::Deref;
 
 use candle_core::{Result, bail};
 
-use super::table::{OP, PageTable, StepTokens};
+use super::states::{OP, StateAfter, StepStates, StoredState, forget_prefix};
+use super::table::{PageTable, StepTokens, StoredSequence};
 use crate::sdpa::{PackedSequences, PagedSequences};
 use candle_attention_modules::base::check_memory;
 
@@ -23,6 +24,8 @@ pub struct PagedTokens {
     before: Vec<usize>,
     copies: Vec<PageCopy>,
     runs: Vec<RowRun>,
+    /// The states of each sequence; empty in a table without states.
+    states: Vec<StepStates>,
 }
 
 /// A page to copy in every pool before the tokens of a step are written.
@@ -84,6 +87,13 @@ impl PagedTokens {
         self.runs.iter().flat_map(|run| run.row as u32..(run.row + run.len) as u32).collect()
     }
 
+    /// Returns the states of each sequence, for recurrent layers; none in a table without
+    /// [states](PageTable::with_states). A layer begins with the state before the new tokens, or with zeros, and writes
+    /// the states after them. A `DeltaPool` does both itself.
+    pub fn states(&self) -> &[StepStates] {
+        &self.states
+    }
+
     /// Returns the length of each sequence before the step.
     pub(crate) fn before(&self) -> &[usize] {
         &self.before
@@ -121,6 +131,8 @@ struct PlannedSequence {
     taken: Vec<u32>,
     /// The page in whose place it has a copy.
     copied: Option<u32>,
+    /// The states that were taken for it.
+    new_states: Vec<StateAfter>,
 }
 
 impl Deref for PagedStep<'_> {
@@ -157,11 +169,13 @@ impl<'t> PagedStep<'t> {
         let mut before = Vec::with_capacity(entries.len());
         let mut first_positions = Vec::with_capacity(entries.len());
         let mut cu_seqlens_q = vec![0];
+        let mut states = Vec::new();
         let mut token = 0;
         for entry in entries {
             let stored = table.sequence(entry.sequence)?.clone();
             let copied = table.copied_page(&stored, entry.tokens);
             let len = stored.len + entry.tokens;
+            let new_states = take_states(table, &stored, entry.tokens, &mut states)?;
             let mut pages = stored.pages;
             let mut taken = Vec::new();
             if let Some(from) = copied {
@@ -184,7 +198,8 @@ impl<'t> PagedStep<'t> {
             before.push(stored.len);
             first_positions.push(stored.released * page_size);
             cu_seqlens_q.push(token);
-            planned.push(PlannedSequence { slot: entry.sequence.slot(), len, pages, taken, copied });
+            let slot = entry.sequence.slot();
+            planned.push(PlannedSequence { slot, len, pages, taken, copied, new_states });
         }
         let lens = planned.iter().map(|sequence| sequence.len).collect();
         let pages = planned.iter().map(|sequence| sequence.pages.clone()).collect();
@@ -199,6 +214,7 @@ impl<'t> PagedStep<'t> {
             before,
             copies,
             runs,
+            states,
         };
         Ok(Self { table, tokens, planned, is_committed: false })
     }
@@ -208,6 +224,13 @@ impl<'t> PagedStep<'t> {
         let mut copied = Vec::new();
         for sequence in &mut self.planned {
             if let Some(stored) = &mut self.table.slots[sequence.slot].sequence {
+                if let Some(states) = &mut self.table.states {
+                    let grown = states.grown(&stored.states, stored.len, &sequence.new_states);
+                    let is_dropped = |old: &StoredState| grown.iter().all(|kept| kept.positions != old.positions);
+                    stored.states.retain(is_dropped);
+                    states.release(&stored.states);
+                    stored.states = grown;
+                }
                 stored.len = sequence.len;
                 stored.pages = std::mem::take(&mut sequence.pages);
             }
@@ -236,6 +259,11 @@ impl Drop for PagedStep<'_> {
                 // Its rows may have been written, so that no tokens are found in it.
                 self.table.allocator.release(page, false);
             }
+            if let Some(states) = &mut self.table.states {
+                for after in sequence.new_states.iter().rev() {
+                    states.allocator.release(after.state, false);
+                }
+            }
         }
     }
 }
@@ -244,17 +272,36 @@ impl Drop for PagedStep<'_> {
 fn take(table: &mut PageTable) -> Result<u32> {
     let Some(taken) = table.allocator.take() else { bail!("[{OP}] no page is free") };
     if taken.had_prefix {
-        table.prefixes.remove(taken.page);
+        forget_prefix(&mut table.prefixes, table.states.as_mut(), taken.page);
     }
     Ok(taken.page)
+}
+
+/// Takes states for the new tokens of a sequence, and adds its states to the states of the step.
+fn take_states(
+    table: &mut PageTable,
+    stored: &StoredSequence,
+    tokens: usize,
+    of_step: &mut Vec<StepStates>,
+) -> Result<Vec<StateAfter>> {
+    let Some(states) = &mut table.states else { return Ok(Vec::new()) };
+    let mut after = Vec::new();
+    for end in states.stored_after(tokens) {
+        after.push(StateAfter { tokens: end, state: states.take()? });
+    }
+    let before = stored.states.last().map(|present| present.state);
+    of_step.push(StepStates { before, after: after.clone() });
+    Ok(after)
 }
 
 /// Checks that a step can begin.
 fn check_entries(table: &PageTable, entries: &[StepTokens]) -> Result<()> {
     let mut seen = vec![false; table.slots.len()];
     let mut needed = 0usize;
+    let mut needed_states = 0usize;
     for (n, entry) in entries.iter().enumerate() {
         needed = needed.saturating_add(table.pages_needed(entry.sequence, entry.tokens)?);
+        needed_states = needed_states.saturating_add(table.states_needed(entry.sequence, entry.tokens)?);
         if std::mem::replace(&mut seen[entry.sequence.slot()], true) {
             bail!("[{OP}] entry {n} of the step is of a sequence that is listed before, expected each once")
         }
@@ -262,6 +309,10 @@ fn check_entries(table: &PageTable, entries: &[StepTokens]) -> Result<()> {
     let free = table.free_pages();
     if needed > free {
         bail!("[{OP}] the step needs {needed} pages, but {free} of {} are free", table.pages())
+    }
+    let free_states = table.free_states();
+    if needed_states > free_states {
+        bail!("[{OP}] the step needs {needed_states} states, but {free_states} of {} are free", table.states())
     }
     let tokens = entries.iter().map(|entry| entry.tokens).fold(0usize, usize::saturating_add);
     check_memory(OP, format_args!("the rows of {tokens} tokens"), &[tokens, size_of::<RowRun>()])

@@ -7,9 +7,8 @@ use candle_core::{Result, bail};
 
 use super::allocator::Allocator;
 use super::prefixes::Prefixes;
+use super::states::{OP, States, StoredState};
 use candle_attention_modules::base::{check_memory, number};
-
-pub(super) const OP: &str = "page_table";
 
 /// The smallest page. The sizes of pages are multiples of it.
 const LEAST_PAGE: usize = 16;
@@ -64,6 +63,8 @@ pub struct PageTable {
     pub(super) page_size: usize,
     pub(super) allocator: Allocator,
     pub(super) prefixes: Prefixes,
+    /// The states of recurrent layers, if the table has some.
+    pub(super) states: Option<States>,
     pub(super) slots: Vec<Slot>,
     vacant: Vec<usize>,
     /// The number of the last step that was begun.
@@ -88,6 +89,9 @@ pub(super) struct StoredSequence {
     pub pages: Vec<u32>,
     /// The number of pages that were released, from the first one on.
     pub released: usize,
+    /// The stored states in the order of their positions, that after all positions last; none in a table without
+    /// states, and in an empty sequence.
+    pub states: Vec<StoredState>,
 }
 
 /// A handle of a sequence in a [`PageTable`]. It is of no use after the sequence was freed: every call with it is then
@@ -141,11 +145,84 @@ impl PageTable {
             page_size,
             allocator: Allocator::new(pages),
             prefixes: Prefixes::new(pages),
+            states: None,
             slots: Vec::new(),
             vacant: Vec::new(),
             begun: 0,
             committed: 0,
         })
+    }
+
+    /// Adds slots for the states of recurrent layers to a table without sequences: each sequence that has tokens uses
+    /// one for its present state, the same in the pools of all recurrent layers
+    /// (`candle_attention::DeltaPool`).
+    ///
+    /// A step writes new states and does not change the ones before, so that a step that is dropped changes nothing,
+    /// and a fork copies nothing. So n sequences that all bring tokens need 2 n states. A prefix is shared up to the
+    /// last page at whose end a step of the earlier sequence ended, since its state is stored there.
+    ///
+    /// ```
+    /// use candle_attention::PageTable;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let mut table = PageTable::new(8, 16)?.with_states(4)?;
+    /// let ids: Vec<u32> = (0..40).collect();
+    /// let one = table.add();
+    /// for tokens in [16, 24] {
+    ///     table.step(&[one.tokens(tokens)])?.commit(); // after the model computed them
+    ///     table.share_prefix(one, &ids[..table.len(one)?])?;
+    /// }
+    /// // The second page has no state at its end.
+    /// assert_eq!(table.add_with_prefix(&ids).tokens, 16);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// For no states, for more than fit in memory, and for a table that has sequences.
+    #[doc(alias("mamba", "linear_attention", "recurrent"))]
+    pub fn with_states(mut self, states: usize) -> Result<Self> {
+        number::within(OP, "states", states, 1..=u32::MAX as usize)?;
+        check_memory(OP, format_args!("a table of {states} states"), &[states, 40])?;
+        self.check_unused("states")?;
+        // Pools that were made before have other states.
+        self.id = NEXT_TABLE.fetch_add(1, Ordering::Relaxed);
+        self.states = Some(States::new(states, self.pages()));
+        Ok(self)
+    }
+
+    /// Sets how many of the last tokens of a sequence can be taken back in a table with
+    /// [states](Self::with_states): a step that brings at most this number of tokens to a sequence stores the state after
+    /// each of them, so that [`truncate`](Self::truncate) can return to it. The default is 0. Such a sequence uses up to
+    /// `tokens` more states.
+    ///
+    /// # Errors
+    /// For a table without states, and for one that has sequences.
+    #[doc(alias("speculative_decoding", "rollback"))]
+    pub fn with_drafts(mut self, tokens: usize) -> Result<Self> {
+        self.check_unused("drafts")?;
+        let Some(states) = &mut self.states else {
+            bail!("[{OP}] drafts were set for a table without states, which takes back any tokens; expected none")
+        };
+        states.drafts = tokens;
+        Ok(self)
+    }
+
+    /// Checks that the table has no sequences yet, before `what` is set.
+    fn check_unused(&self, what: &str) -> Result<()> {
+        if self.num_sequences() > 0 {
+            bail!("[{OP}] the table has {} sequences, expected none before its {what} are set", self.num_sequences())
+        }
+        Ok(())
+    }
+
+    /// Returns the number of slots for states, 0 for a table without.
+    pub fn states(&self) -> usize {
+        self.states.as_ref().map_or(0, |states| states.allocator.pages())
+    }
+
+    /// Returns the number of slots whose state no sequence has. Some of them may still have the state after a prefix,
+    /// until they are needed.
+    pub fn free_states(&self) -> usize {
+        self.states.as_ref().map_or(0, |states| states.allocator.free())
     }
 
     /// Returns the number of pages.
@@ -206,12 +283,18 @@ impl PageTable {
     #[doc(alias("prefix_caching", "automatic_prefix_caching"))]
     pub fn add_with_prefix(&mut self, ids: &[u32]) -> SharedPrefix {
         let most = &ids[..ids.len().saturating_sub(1)];
-        let pages = self.prefixes.find(most, self.page_size);
+        let mut pages = self.prefixes.find(most, self.page_size);
+        let mut states = Vec::new();
+        if let Some(own) = &mut self.states {
+            states.extend(own.longest_found(&pages, self.page_size));
+            pages.truncate(states.last().map_or(0, |state| state.positions / self.page_size));
+            own.share(&states);
+        }
         for &page in &pages {
             self.allocator.share(page);
         }
         let tokens = pages.len() * self.page_size;
-        SharedPrefix { sequence: self.insert(StoredSequence { len: tokens, pages, released: 0 }), tokens }
+        SharedPrefix { sequence: self.insert(StoredSequence { len: tokens, pages, released: 0, states }), tokens }
     }
 
     /// Makes the whole pages of a sequence found by its token ids, which are `ids` from the first one on, for
@@ -230,7 +313,8 @@ impl PageTable {
             bail!("[{OP}] there are {} ids, expected at most the {} tokens of the sequence", ids.len(), stored.len)
         }
         let chain = self.prefixes.chain(ids, self.page_size);
-        let present: Vec<_> = stored.pages.iter().copied().zip(chain).skip(stored.released).collect();
+        let own_states = stored.states.clone();
+        let present: Vec<_> = stored.pages.iter().copied().zip(chain.iter()).skip(stored.released).collect();
         for (page, prefix) in &present {
             if let Some(known) = self.prefixes.of_page(*page)
                 && !Prefixes::are_equal(known, prefix)
@@ -240,6 +324,10 @@ impl PageTable {
         }
         for (page, prefix) in &present {
             self.prefixes.add(*page, prefix);
+        }
+        if let Some(states) = &mut self.states {
+            let found: Vec<_> = chain.iter().map_while(|prefix| self.prefixes.page_of(prefix)).collect();
+            states.add_found(&own_states, &found, self.page_size);
         }
         Ok(())
     }
@@ -254,6 +342,9 @@ impl PageTable {
         for &page in &forked.pages[forked.released..] {
             self.allocator.share(page);
         }
+        if let Some(states) = &mut self.states {
+            states.share(&forked.states);
+        }
         Ok(self.insert(forked))
     }
 
@@ -261,8 +352,9 @@ impl PageTable {
     /// without positions are freed.
     ///
     /// # Errors
-    /// For a sequence that was freed or is of another table, for more positions than the sequence has, and for a length
-    /// above 0 that ends within released pages.
+    /// For a sequence that was freed or is of another table, for more positions than the sequence has, for a length
+    /// above 0 that ends within released pages, and in a table with [states](Self::with_states) for a length above 0
+    /// after which no state is stored.
     #[doc(alias = "crop")]
     pub fn truncate(&mut self, sequence: SequenceId, len: usize) -> Result<()> {
         let page_size = self.page_size;
@@ -274,8 +366,18 @@ impl PageTable {
         if len > 0 && len < first {
             bail!("[{OP}] len is {len}, expected 0 or at least {first}: the pages before were released")
         }
+        let has_state = |state: &StoredState| state.positions == len;
+        if self.states.is_some() && len > 0 && !stored.states.iter().any(has_state) {
+            let lens: Vec<_> = stored.states.iter().map(|state| state.positions).collect();
+            bail!(
+                "[{OP}] len is {len}, expected 0 or one of {lens:?}, after which the sequence has a state: a table \
+                 `with_drafts` stores those after its last tokens"
+            )
+        }
         let kept = len.div_ceil(page_size);
         let own = self.sequence_mut(sequence)?;
+        let first_removed = own.states.partition_point(|state| state.positions <= len);
+        let removed_states = own.states.split_off(first_removed);
         let from = kept.max(own.released);
         let removed = own.pages.split_off(from);
         own.len = len;
@@ -284,6 +386,9 @@ impl PageTable {
             own.released = 0;
         }
         self.release(&removed);
+        if let Some(states) = &mut self.states {
+            states.release(&removed_states);
+        }
         Ok(())
     }
 
@@ -322,6 +427,9 @@ impl PageTable {
         slot.generation += 1;
         self.vacant.push(sequence.slot);
         self.release(&stored.pages[stored.released..]);
+        if let Some(states) = &mut self.states {
+            states.release(&stored.states);
+        }
         Ok(())
     }
 
@@ -363,6 +471,16 @@ impl PageTable {
         };
         let new = len.div_ceil(self.page_size) - stored.pages.len();
         Ok(new + usize::from(self.copied_page(stored, tokens).is_some()))
+    }
+
+    /// Returns the number of free states that a sequence needs for more tokens in a step: 0 in a table without
+    /// [states](Self::with_states).
+    ///
+    /// # Errors
+    /// As [`len`](Self::len).
+    pub fn states_needed(&self, sequence: SequenceId, tokens: usize) -> Result<usize> {
+        self.sequence(sequence)?;
+        Ok(self.states.as_ref().map_or(0, |states| states.stored_after(tokens).count()))
     }
 
     /// Returns the page that a sequence has to copy before it writes more tokens: a page with free positions that is

@@ -39,10 +39,7 @@ pub(super) fn check_sequences(op: &str, dims: Dims, sequences: &PackedSequences,
             bail!("[{op}] {name} has {found} positions, expected the {expected} that {lens} ends with")
         }
     }
-    if let Some(tensor) = mask.tensor_kind() {
-        bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
-    }
-    Ok(())
+    mask.check_without_tensors(op)
 }
 
 /// Checks that no query attends to a position whose page was released. `ranges` count keys through all sequences.

@@ -230,7 +230,7 @@ impl SdpaOptions {
     }
 
     /// Returns whether weights are dropped.
-    pub(super) fn drops(&self) -> bool {
+    pub(crate) fn drops(&self) -> bool {
         self.train && self.dropout > 0.0
     }
 

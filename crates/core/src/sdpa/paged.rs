@@ -103,6 +103,20 @@ impl PagedSequences {
         Ok(Self { first_positions: first_positions.into(), ..self })
     }
 
+    /// Returns some of the sequences, in this order, as if there were no others.
+    pub(crate) fn of_sequences(&self, chosen: &[usize]) -> Result<Self> {
+        let mut cu_seqlens_q = vec![0];
+        let mut queries = 0;
+        for &s in chosen {
+            queries += self.queries(s).len();
+            cu_seqlens_q.push(queries);
+        }
+        let lens = chosen.iter().map(|&s| self.packed.keys(s).len()).collect();
+        let pages = chosen.iter().map(|&s| self.pages(s).to_vec()).collect();
+        let first_positions = chosen.iter().map(|&s| self.keys(s).start).collect();
+        Self::new(cu_seqlens_q, lens, pages)?.with_first_positions(first_positions)
+    }
+
     /// Returns n, the number of sequences.
     pub fn len(&self) -> usize {
         self.packed.len()

@@ -6,7 +6,7 @@ use super::GatedDeltaNet;
 use super::conv::taps_of;
 use super::drafts::RecordedCall;
 use super::gates::{DecayParameters, Gates};
-use super::input::{CheckedInput, DeltaInput};
+use super::input::{CheckedInput, DeltaInput, PooledTokens};
 use super::projections::Projections;
 use super::recurrence::{Recurred, Recurrence, RecurrentInputs};
 use candle_attention_core::Backend;
@@ -23,13 +23,13 @@ impl GatedDeltaNet {
         self.forward_with(xs)
     }
 
-    /// Computes the layer with a cache, padding, or packed sequences, over inputs (B, T, E), or (T, E) for one
+    /// Computes the layer with a cache, padding, packed sequences or pages, over inputs (B, T, E), or (T, E) for one
     /// sequence. The output has the input's shape.
     ///
     /// # Errors
     /// For an input whose shape, dtype or device does not fit the layer, for padding that does not fit the input, for
-    /// packed sequences that do not fit it or come with a cache or padding, for the cache of a layer or batch with
-    /// other shapes, and as [`gated_delta_rule`](crate::gated_delta_rule).
+    /// packed sequences that do not fit it or come with a cache or padding, for pages that come with another of these
+    /// or whose pool is of another table or layer, for the cache of a layer or batch with other shapes, and as [`gated_delta_rule`](crate::gated_delta_rule).
     pub fn forward_with<'a>(&self, input: impl Into<DeltaInput<'a>>) -> Result<Tensor> {
         let cfg = &self.config;
         let mut input = input.into();
@@ -39,6 +39,9 @@ impl GatedDeltaNet {
         let d_v = cfg.value_head_dim();
         let conv_shape = [b, cfg.conv_kernel_dim() - 1, cfg.conv_channels().count()];
         let head_shape = [b, h, cfg.key_head_dim(), d_v];
+        if let Some(PooledTokens { pool, step }) = input.pages {
+            pool.check(step, &conv_shape, &head_shape)?;
+        }
         let before = match &input.cache {
             Some(cache) => cache.state_for_call(&conv_shape, &head_shape, &xs)?.cloned(),
             None => None,
@@ -56,10 +59,11 @@ impl GatedDeltaNet {
         };
         let recurrence = self.recurrence(input.backend)?;
         let tokens_of_state = input.cache.is_some().then_some(&tokens);
-        let Recurred { ys, conv_inputs, head_states } = match (input.packed, trees) {
-            (Some(sequences), _) => recurrence.run_packed(&inputs, sequences)?,
-            (None, Some(trees)) => recurrence.run_trees(&inputs, before.as_ref(), trees, &tokens)?,
-            (None, None) => recurrence.run(&inputs, before.as_ref(), tokens_of_state)?,
+        let Recurred { ys, conv_inputs, head_states } = match (input.pages, input.packed, trees) {
+            (Some(PooledTokens { pool, step }), _, _) => recurrence.run_paged(&inputs, pool, step)?,
+            (None, Some(sequences), _) => recurrence.run_packed(&inputs, sequences)?,
+            (None, None, Some(trees)) => recurrence.run_trees(&inputs, before.as_ref(), trees, &tokens)?,
+            (None, None, None) => recurrence.run(&inputs, before.as_ref(), tokens_of_state)?,
         };
 
         let gate = match &self.gate_up {

@@ -4,9 +4,10 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::cache::DeltaCache;
 use super::config::{GatedDeltaNetConfig, OP};
+use super::pool::DeltaPool;
 use super::tree::Trees;
 use candle_attention_core::internal::{NewTokens, Padding, rows_of_ones};
-use candle_attention_core::{Backend, PackedSequences, TokenTree};
+use candle_attention_core::{Backend, PackedSequences, PagedTokens, TokenTree};
 use candle_attention_modules::base::Dim::{Any, Is, Named};
 use candle_attention_modules::base::{Expect, OptionalRef, fits_in_memory};
 
@@ -21,8 +22,16 @@ pub struct DeltaInput<'a> {
     /// One tree for all sequences, or one for each.
     trees: Option<&'a [TokenTree]>,
     pub(super) packed: Option<&'a PackedSequences>,
+    pub(super) pages: Option<PooledTokens<'a>>,
     pub(super) residual: Option<&'a Tensor>,
     pub(super) backend: Backend,
+}
+
+/// A pool of states with the tokens of a step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PooledTokens<'a> {
+    pub pool: &'a DeltaPool,
+    pub step: &'a PagedTokens,
 }
 
 impl<'a> DeltaInput<'a> {
@@ -35,6 +44,7 @@ impl<'a> DeltaInput<'a> {
             valid_lens: None,
             trees: None,
             packed: None,
+            pages: None,
             residual: None,
             backend: Backend::default(),
         }
@@ -86,6 +96,20 @@ impl<'a> DeltaInput<'a> {
         self
     }
 
+    /// Reads `xs` (total, E) as the new tokens of a step of a [`PageTable`](candle_attention_core::PageTable), one
+    /// sequence after the other: each continues after its state in the layer's pool, and the states after the new
+    /// tokens are stored there. Some sequences may bring a chunk of a prompt, others one token. Each has the numbers
+    /// that it has alone with a cache.
+    ///
+    /// There is neither a cache nor padding, nor a tree: [`PageTable::truncate`] takes tokens back, in a table made
+    /// [`with_drafts`](candle_attention_core::PageTable::with_drafts).
+    ///
+    /// [`PageTable::truncate`]: candle_attention_core::PageTable::truncate
+    pub fn with_pages(mut self, pool: &'a DeltaPool, step: &'a PagedTokens) -> Self {
+        self.pages = Some(PooledTokens { pool, step });
+        self
+    }
+
     /// Sets a tensor of the output's shape and dtype, which is added to the output before it is rounded.
     pub fn with_residual(mut self, residual: impl OptionalRef<'a, Tensor>) -> Self {
         self.residual = residual.into_option();
@@ -120,8 +144,13 @@ impl<'a> DeltaInput<'a> {
     pub(super) fn check(&self, cfg: &GatedDeltaNetConfig, dtype: DType, device: &Device) -> Result<CheckedInput<'a>> {
         let xs = self.xs;
         let expect = Expect::one(OP, "input", xs).embeddings()?;
-        match self.packed {
-            Some(sequences) => expect.shape(&[Named("total", sequences.total_queries()), Is(cfg.embed_dim())])?,
+        let total = match (self.packed, self.pages) {
+            (Some(sequences), _) => Some(sequences.total_queries()),
+            (None, Some(pages)) => Some(pages.step.total_tokens()),
+            (None, None) => None,
+        };
+        match total {
+            Some(total) => expect.shape(&[Named("total", total), Is(cfg.embed_dim())])?,
             None => expect.shape_of(&[&[Any("B"), Any("T"), Is(cfg.embed_dim())], &[Any("T"), Is(cfg.embed_dim())]])?,
         };
         expect.dtype(dtype, "the weights'")?.same_device("the weights", device)?;
@@ -143,6 +172,10 @@ impl<'a> DeltaInput<'a> {
         let has_padding = self.attention_mask.is_some() || self.valid_lens.is_some();
         if self.packed.is_some() && (self.cache.is_some() || has_padding) {
             bail!("[{OP}] packed sequences were given with a cache or with padding, expected neither")
+        }
+        let has_others = self.cache.is_some() || has_padding || self.packed.is_some() || self.trees.is_some();
+        if self.pages.is_some() && has_others {
+            bail!("[{OP}] pages were given with a cache, padding, packed sequences or a tree, expected none of them")
         }
         let trees = self.check_trees(&tokens)?;
         Ok(CheckedInput { xs: tokens.without_padding(batch)?, tokens, trees })

@@ -9,6 +9,7 @@ mod forward;
 mod gates;
 mod input;
 mod layout;
+mod pool;
 mod projections;
 mod recurrence;
 mod state;
@@ -20,6 +21,7 @@ pub use conv::CONVOLUTION_CASE;
 pub use gates::GATES_CASE;
 pub use input::DeltaInput;
 pub use layout::DeltaLayout;
+pub use pool::DeltaPool;
 
 use std::path::Path;
 
@@ -53,7 +55,8 @@ const DECAY_UP: &str = "f_b_proj";
 /// normalised for each head (RMS norm), multiplied by a gate, and projected to (B, T, E).
 ///
 /// The layer is causal. The memory of generation does not grow with the number of tokens: a [`DeltaCache`] stores the
-/// state between calls, and the layer itself has none.
+/// state between calls, or a [`DeltaPool`] for the sequences of a [`PageTable`](candle_attention_core::PageTable), and
+/// the layer itself has none.
 ///
 /// ```
 /// use candle_attention::{DeltaCache, DeltaInput, GatedDeltaNet, GatedDeltaNetConfig};

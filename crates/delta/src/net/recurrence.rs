@@ -52,7 +52,7 @@ pub(super) struct Recurred {
     pub ys: Tensor,
     /// The last inputs of the convolutions, (B, K - 1, C), if they were requested.
     pub conv_inputs: Option<Tensor>,
-    /// The states of the heads, (B, H, D_k, D_v), or of each packed sequence.
+    /// The states of the heads, (B, H, D_k, D_v), or of each packed sequence, or those in a pool.
     pub head_states: Tensor,
 }
 

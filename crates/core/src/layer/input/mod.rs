@@ -226,6 +226,9 @@ impl<'a> AttentionInput<'a> {
     /// [`with_positions`](Self::with_positions) sets them as (total,). The mask applies to each sequence by itself,
     /// with T_kv its length with the new tokens. [`PageTable`](crate::PageTable) has an example.
     ///
+    /// The pool of a layer of latent attention is made by
+    /// [`KvPoolConfig::for_latent_layer`](crate::KvPoolConfig::for_latent_layer).
+    ///
     /// Not supported with pages: returned weights, boolean mask and bias tensors, trees, padding, layers with relative
     /// biases, content-based relative positions, Falcon's ALiBi or appended keys, and positions for a mask that has
     /// chunks.

@@ -2,7 +2,7 @@
 
 use candle_core::{Module, Result, Tensor, bail};
 
-use super::{LayerIndexer, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OP};
+use super::{LatentPages, LayerIndexer, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OP};
 use crate::cache::{KeyChoice, KvFloats, NewTokens};
 use crate::layer::forward::{AttendedKeys, PreparedCall};
 use crate::layer::indexer::{IndexQueries, IndexedTokens, IndexerConfig};
@@ -49,18 +49,21 @@ impl MultiHeadLatentAttentionConfig {
 }
 
 impl MultiHeadLatentAttention {
+    /// Computes a call, and returns the requested results.
     pub(super) fn run<'a>(&'a self, input: AttentionInput<'a>, wanted: RequestedResults) -> Result<Attended> {
         self.prepare(&input, None)?.finish(input.cache, wanted)
     }
 
     /// Validates and projects an input: everything that comes before attention. With a cache, `absorbs` says whether
     /// queries absorb the matrix of keys; the default is the form with fewer multiplications. If they absorb it, the
-    /// attention output is of latents (B, H, T, rank), and otherwise of values (B, H, T, D_v).
+    /// attention output is of latents (B, H, T, rank), and otherwise of values (B, H, T, D_v). With pages, `absorbs` is
+    /// for all sequences whose pages were not released, and the attention output is of values.
     pub(super) fn prepare<'a>(&'a self, input: &AttentionInput<'a>, absorbs: Option<bool>) -> Result<PreparedCall<'a>> {
         let cfg = &self.config;
         let CheckedLatentInput { xs, tokens, mut mask, rotation, index_rotation, residual } = self.validate(input)?;
         let t = xs.dim(1)?;
         let is_cached = input.any_cache().is_some();
+        let absorbs_in_pages = absorbs;
         let absorbs = is_cached && absorbs.unwrap_or_else(|| cfg.absorbs(t, tokens.longest()));
         let compressed = match &self.compression {
             Some(compression) => compression.forward(&xs)?,
@@ -77,7 +80,10 @@ impl MultiHeadLatentAttention {
         }
         let q = self.project_queries(&compressed, rotation.as_ref(), absorbs)?;
         let mut cache_after = None;
-        let keys = if let Some(cache) = &input.cache {
+        let keys = if let Some(pages) = input.pages {
+            pages.write_latents(&rows, cfg.kv_lora_rank())?;
+            AttendedKeys::Latents(LatentPages { layer: self, pages, absorbs: absorbs_in_pages, index_queries })
+        } else if let Some(cache) = &input.cache {
             let mut staged = cache.stage(&tokens, &rows, None, cfg.kv_lora_rank())?;
             if !absorbs {
                 staged.call.expansion = Some(Box::new(|latents| self.expand(latents)));
@@ -113,7 +119,12 @@ impl MultiHeadLatentAttention {
     }
 
     /// Returns a mask with the keys that the indexer chooses for each query by its keys (B, 1, T_kv, width).
-    fn with_chosen_keys(&self, mask: AttentionMask, queries: &IndexQueries, keys: &Tensor) -> Result<AttentionMask> {
+    pub(super) fn with_chosen_keys(
+        &self,
+        mask: AttentionMask,
+        queries: &IndexQueries,
+        keys: &Tensor,
+    ) -> Result<AttentionMask> {
         let Some(LayerIndexer { module, .. }) = &self.indexer else { return Ok(mask) };
         Ok(match module.choose(queries, &keys.detach().squeeze(1)?, &mask)? {
             Some(lists) => mask.with_key_lists(&lists),
@@ -122,10 +133,15 @@ impl MultiHeadLatentAttention {
     }
 
     /// Returns stored rows (B, 1, T, width) as keys and values of queries that absorb the matrix of keys: views.
-    fn without_index_keys(&self, rows: &Tensor) -> Result<KvFloats> {
+    pub(super) fn without_index_keys(&self, rows: &Tensor) -> Result<KvFloats> {
         let rank = self.config.kv_lora_rank();
         let k = part(rows, 3, 0..rank + self.config.rope_head_dim())?;
         Ok(KvFloats { v: part(&k, 3, 0..rank)?, k })
+    }
+
+    /// Returns the keys of the indexer in stored rows (B, 1, T, width): a view.
+    pub(super) fn index_keys_of(&self, rows: &Tensor) -> Result<Tensor> {
+        part(rows, 3, self.config.kv_lora_rank() + self.config.rope_head_dim()..rows.dim(3)?)
     }
 
     /// Checks the inputs of a call.
@@ -137,12 +153,12 @@ impl MultiHeadLatentAttention {
         let xs = expected.queries(input.queries, cfg.embed_dim())?;
         let residual = expected.residual(input, cfg.embed_dim())?;
         match keys_from {
-            KeysFrom::Own | KeysFrom::Cache(_) => {}
+            KeysFrom::Own | KeysFrom::Cache(_) | KeysFrom::Pages => {}
             KeysFrom::Cross { .. } | KeysFrom::Memory(_) => {
                 bail!("[{OP}] keys and values were given, expected self-attention")
             }
-            KeysFrom::Pages | KeysFrom::EarlierPages => {
-                bail!("[{OP}] pages were given to latent attention, expected a cache")
+            KeysFrom::EarlierPages => {
+                bail!("[{OP}] the pages of an earlier layer were given, but the layer has latents of its own")
             }
             KeysFrom::EarlierLayer(_) => {
                 bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
@@ -161,6 +177,7 @@ impl MultiHeadLatentAttention {
         }
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
+        input.check_pages(OP, &xs)?;
         warnings::about_lengths(OP, input, t);
         let tokens = input.tokens(OP, b, t, &self.mask)?;
         let mut positions = input.call_positions(OP, &tokens, t, None, cfg.rotates())?;
@@ -210,6 +227,13 @@ impl MultiHeadLatentAttention {
         let nope = if absorbs { self.absorb(&nope)? } else { nope.contiguous()? };
         let rope = rotated(part(&q, 3, cfg.nope_head_dim()..cfg.head_dim())?, rotation)?;
         Tensor::cat(&[nope, rope], 3)?.transpose(1, 2)
+    }
+
+    /// Returns queries (B, T, H, nope + rope) as (B, T, H, rank + rope), which absorb the matrix of keys.
+    pub(super) fn absorbing_queries(&self, queries: &Tensor) -> Result<Tensor> {
+        let cfg = &self.config;
+        let nope = self.absorb(&part(queries, 3, 0..cfg.nope_head_dim())?)?;
+        Tensor::cat(&[nope, part(queries, 3, cfg.nope_head_dim()..cfg.head_dim())?.contiguous()?], 3)
     }
 
     /// Projects the attention output of a call to the layer's output (B, T, E).

@@ -3,12 +3,15 @@
 mod config;
 mod forward;
 mod load;
+mod pages;
 #[cfg(test)]
 mod tests;
 mod up;
 
 pub use config::MultiHeadLatentAttentionConfig;
 pub use load::LatentProjections;
+
+pub(super) use pages::LatentPages;
 
 use std::sync::Arc;
 
@@ -59,6 +62,11 @@ const OP: &str = "multi_head_latent_attention";
 /// A cache of 8 bits or E4M3 has one scale for the latent and the shared key of a token together, one of 4 bits a scale
 /// for each 64 numbers of both, or one if their width is no multiple of 64. For 4 bits, `kv_lora_rank` and
 /// `rope_head_dim` are multiples of 32.
+///
+/// In [pages](AttentionInput::with_pages) of a pool made by
+/// [`KvPoolConfig::for_latent_layer`](crate::KvPoolConfig::for_latent_layer), sequences whose queries absorb the matrix
+/// of keys attend to the latents in place. For a long chunk of a prompt, keys and values are computed from a copy of
+/// its latents, and so they are for every sequence of a layer with an indexer.
 ///
 /// With an [indexer](MultiHeadLatentAttentionConfig::with_indexer), each query attends to the keys that it chooses. A
 /// cache then stores the key of the indexer too.

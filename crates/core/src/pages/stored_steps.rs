@@ -1,0 +1,52 @@
+//! The steps of a table whose tokens the pool of a layer has stored.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use candle_core::{Result, bail};
+
+use super::step::PagedTokens;
+use super::table::PageTable;
+
+/// The table of a pool, and the last step whose tokens the pool has stored.
+#[derive(Debug)]
+pub struct StoredSteps {
+    table: u64,
+    last: AtomicU64,
+}
+
+impl StoredSteps {
+    /// Returns that a pool of a table has stored nothing.
+    pub fn new(table: &PageTable) -> Self {
+        Self::of_table(table.id)
+    }
+
+    /// Returns that a pool of the table with this number has stored nothing.
+    pub(super) fn of_table(table: u64) -> Self {
+        Self { table, last: AtomicU64::new(0) }
+    }
+
+    /// Checks that a step is of the pool's table, and that the pool has stored the tokens of all steps before. `op` is
+    /// for errors.
+    pub fn check(&self, op: &str, step: &PagedTokens) -> Result<()> {
+        if self.table != step.table {
+            bail!("[{op}] the step is of another table, expected the one that the pool was made for")
+        }
+        if self.last.load(Ordering::Relaxed) < step.committed {
+            bail!(
+                "[{op}] the pool has not stored the tokens of an earlier step that was committed, expected a call of \
+                 its layer in every step"
+            )
+        }
+        Ok(())
+    }
+
+    /// Notes that the pool has stored the tokens of a step.
+    pub fn add(&self, step: &PagedTokens) {
+        self.last.store(step.number, Ordering::Relaxed);
+    }
+
+    /// Returns whether a step is the last one whose tokens the pool has stored.
+    pub fn is_last(&self, step: &PagedTokens) -> bool {
+        self.last.load(Ordering::Relaxed) == step.number
+    }
+}
