@@ -12,19 +12,19 @@ pub struct BoundedKeys<T> {
     pub packed: Option<PackedLengths<T>>,
     /// The position of query 0 among the keys, from which `causal`, `left`, `right`, `chunk` and ALiBi count.
     pub first_position: FirstPosition<T>,
-    /// Masks the keys after the query's position.
+    /// Whether the keys after the query's position are masked.
     pub causal: bool,
-    /// Masks the keys more than this before the position.
+    /// The number of keys before the query's position that are not masked; `None` for all.
     pub left: Option<usize>,
-    /// Masks the keys more than this after the position.
+    /// The number of keys after the query's position that are not masked; `None` for all.
     pub right: Option<usize>,
-    /// Masks the keys in other chunks of this many positions than the query's.
+    /// The number of positions of a chunk. Keys in other chunks than the query's are masked.
     pub chunk: Option<usize>,
-    /// Masks the keys before the start.
+    /// The first key of each sequence. Keys before it are masked.
     pub starts: Option<T>,
-    /// Masks the keys at and past the length.
+    /// The number of keys of each sequence. Keys from this position on are masked.
     pub lengths: Option<T>,
-    /// With `causal`: every query attends to the keys before the prefix's end.
+    /// The end of each sequence's prefix. With `causal`, every query attends to the keys before it.
     pub prefixes: Option<T>,
     /// Bounds of each query.
     pub intervals: Option<Intervals<T>>,
@@ -56,7 +56,7 @@ pub struct Intervals<T> {
 pub struct PackedLengths<T> {
     /// (n + 1,): 0, and the end of each sequence's queries.
     pub cu_seqlens_q: T,
-    /// (n + 1,): the same of the keys.
+    /// (n + 1,): 0, and the end of each sequence's keys.
     pub cu_seqlens_kv: T,
     /// The largest number of queries of a sequence.
     pub longest_queries: usize,
@@ -65,7 +65,7 @@ pub struct PackedLengths<T> {
 }
 
 impl<T> Default for BoundedKeys<T> {
-    /// Returns ranges that allow all keys.
+    /// Returns bounds that allow all keys.
     fn default() -> Self {
         Self {
             packed: None,
@@ -83,7 +83,7 @@ impl<T> Default for BoundedKeys<T> {
 }
 
 impl<T> BoundedKeys<T> {
-    /// Returns the ranges with what `change` makes of each list.
+    /// Returns the bounds with the result of `change` in place of each list.
     ///
     /// # Errors
     /// If `change` fails.

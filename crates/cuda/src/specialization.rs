@@ -225,13 +225,13 @@ impl Specialization {
         has_modifier || self.key_codes || !self.positive_scale
     }
 
-    /// Returns whether the derivative of a score with respect to its product is another number than the scale, for each
-    /// pair of a query and a key.
+    /// Returns whether the derivative of a score with respect to its product depends on the score, as with a softcap,
+    /// instead of being the scale.
     pub fn has_product_derivative(&self) -> bool {
         self.softcap
     }
 
-    /// Returns the bytes of an element of the bias, or of the queries without a bias.
+    /// Returns the size in bytes of an element of the bias; without a bias, that of an element of the queries.
     pub fn bias_bytes(&self) -> usize {
         match self.bias {
             None | Some(BiasElement::Element) => self.element.bytes(),

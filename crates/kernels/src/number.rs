@@ -8,15 +8,15 @@ use crate::error::Error;
 /// The numbers of a tensor.
 #[derive(Debug, Clone, Copy)]
 pub enum Numbers<'a> {
-    /// Numbers of 32 bits.
+    /// Floats in f32.
     F32(&'a [f32]),
-    /// The upper halves of numbers of 32 bits.
+    /// Floats in bf16.
     BF16(&'a [bf16]),
-    /// Numbers of 16 bits.
+    /// Floats in f16.
     F16(&'a [f16]),
     /// Bytes: codes, a boolean mask, or bits.
     U8(&'a [u8]),
-    /// Whole numbers of 32 bits: the numbers of pages.
+    /// Whole numbers of 32 bits: the indices of pages.
     U32(&'a [u32]),
 }
 
@@ -69,10 +69,10 @@ pub trait Stored: Copy + Default + Send + Sync + 'static {
     /// The numbers that are stored together, next to each other: rows have a multiple of them.
     const BLOCK: usize = 1;
 
-    /// Returns numbers if they have this type; `None` if they have another.
+    /// Returns the slice of the numbers if they have this type; `None` if they have another.
     fn typed(numbers: Numbers<'_>) -> Option<&[Self]>;
 
-    /// Returns numbers of this type as numbers of any type.
+    /// Returns a slice of this type as [`Numbers`].
     fn numbers(typed: &[Self]) -> Numbers<'_>;
 
     /// Returns whether the number is neither infinite nor NaN.

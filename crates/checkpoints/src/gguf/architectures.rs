@@ -17,7 +17,7 @@ const fn of(name: &'static str, model_type: &'static str) -> Architecture {
     Architecture::PLAIN.name(name).model_type(model_type)
 }
 
-/// In alphabetical order.
+/// The architectures that load, in alphabetical order.
 pub(super) const ARCHITECTURES: &[Architecture] = &[
     of("afmoe", "afmoe")
         .window_pattern(FullLayer::Last)

@@ -16,7 +16,7 @@ const fn of(name: &'static str, reason: &'static str) -> RefusedArchitecture {
     RefusedArchitecture { name, reason }
 }
 
-/// In alphabetical order.
+/// The refused architectures, in alphabetical order.
 pub(super) const REFUSED: &[RefusedArchitecture] = &[
     of("arctic", NO_MODEL),
     of("arwkv7", NO_ATTENTION),

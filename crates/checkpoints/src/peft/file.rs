@@ -80,7 +80,8 @@ impl FileTensors {
         })
     }
 
-    /// Returns whether the file has other values of parameters of the model for which `is_wanted` is true.
+    /// Returns whether the file has a parameter of the model, a trained bias or one of a saved module, for whose name
+    /// `is_wanted` is true.
     pub fn has_parameter(&self, is_wanted: impl Fn(&str) -> bool) -> bool {
         self.all.values().any(|stored| matches!(stored, StoredName::Parameter { name } if is_wanted(name)))
     }

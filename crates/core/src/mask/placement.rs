@@ -44,11 +44,11 @@ impl Placement {
 #[derive(Debug, Clone)]
 pub(super) struct SequencePlan {
     pub placement: Placement,
-    /// Its rows of queries among those of the call.
+    /// The range of the sequence's queries among the queries of the call.
     pub queries: Range<usize>,
-    /// The number of its first key among those of the call.
+    /// The index of the sequence's first key among the keys of the call.
     pub first_key: usize,
-    /// The number of its rows of keys, some of which may be past the end of the sequence.
+    /// The number of the sequence's rows of keys, some of which may be past its end.
     pub t_kv: usize,
 }
 

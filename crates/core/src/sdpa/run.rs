@@ -1,4 +1,4 @@
-//! The way of a call to the path that runs it.
+//! The choice of the path of a call, and its run on that path.
 
 use candle_attention_call::RequestedResults;
 use candle_core::{Result, bail};
@@ -108,8 +108,7 @@ pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Re
     }
 }
 
-/// Runs a call on the CUDA kernels, or on the reference path if they fail, or failed their check at first use, and
-/// another path is allowed.
+/// Runs a call on the CUDA kernels, or on the reference path, as [`unless_check_failed`] says.
 fn attend_on_cuda(
     call: &Call,
     cuda_path: CudaPath,
@@ -119,8 +118,8 @@ fn attend_on_cuda(
     unless_check_failed(call, cuda_path.check_first_use(), reference, || cuda_path.attend(wanted))
 }
 
-/// Runs a call on kernels, or on the reference path if they fail, or failed their check at first use, and another path
-/// is allowed.
+/// Runs a call on GPU kernels. If they fail, or failed their check at first use, the reference path runs it, unless
+/// [`Backend::Fused`] is requested: then the failure is an error.
 fn unless_check_failed(
     call: &Call,
     check: std::result::Result<(), String>,
@@ -135,8 +134,8 @@ fn unless_check_failed(
     }
 }
 
-/// Returns the results of a GPU kernel, or the results of the reference path if the kernel failed and another path is
-/// allowed.
+/// Returns the results of a GPU kernel, or the results of the reference path if the kernel failed. If
+/// [`Backend::Fused`] is requested, the failure is an error.
 pub(super) fn or_reference<T>(call: &Call, fused: Result<T>, reference: impl FnOnce() -> Result<T>) -> Result<T> {
     let Err(cause) = fused else { return fused };
     if call.backend == Backend::Fused {

@@ -44,12 +44,12 @@ impl CallSizes {
         self.heads / self.key_heads
     }
 
-    /// Returns the number of rows of (B, H, T_q).
+    /// Returns B·H·T_q, the number of rows of the output: `AttentionDims::queries`, not its `rows`.
     pub fn rows(&self) -> usize {
         self.batch * self.heads * self.queries
     }
 
-    /// Returns the entries of a relative bias for each head.
+    /// Returns the number of entries of a relative bias for each head.
     pub fn distances(&self) -> usize {
         self.longest_queries + self.longest_keys - 1
     }

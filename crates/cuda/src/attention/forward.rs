@@ -122,7 +122,7 @@ impl DecodeParts {
         Ok(Self { outputs, statistics: device.uninitialized(DType::F32, rows * 2)? })
     }
 
-    /// Returns the number of floats.
+    /// Returns the number of floats of both buffers.
     fn entries(sizes: &CallSizes, splits: usize) -> usize {
         splits * sizes.rows() * (sizes.value_dim + 2)
     }
@@ -148,7 +148,7 @@ fn forward_grid(sizes: &CallSizes, tile: &ForwardTile) -> Grid {
     Grid { x: sizes.longest_queries.div_ceil(tile.queries()), y: sizes.heads, z: sizes.sequences }
 }
 
-/// Returns the blocks of the decode kernel for the queries of a key head.
+/// Returns the number of blocks of the decode kernel for the queries of a key head.
 fn decode_row_blocks(sizes: &CallSizes) -> usize {
     DecodeTile::row_blocks(sizes.longest_queries * sizes.group())
 }

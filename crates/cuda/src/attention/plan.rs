@@ -169,7 +169,7 @@ impl CudaAttention {
     }
 }
 
-/// Returns the parts of the keys: the fewest for which the multiprocessors have nearly as much to do as they can.
+/// Returns the number of parts of the keys: the fewest for which the multiprocessors are nearly as busy as with any.
 fn splits(sizes: &CallSizes, tile: &DecodeTile, multiprocessors: usize) -> usize {
     let rows = sizes.longest_queries * sizes.group();
     let blocks = DecodeTile::row_blocks(rows) * sizes.key_heads * sizes.sequences;

@@ -10,14 +10,14 @@ use crate::program::Define;
 pub(super) struct CodeConstants {
     pub(super) bits: usize,
     pub(super) values: ValueKind,
-    /// The columns of a group; 0 for all columns of a row.
+    /// The number of columns of a group; 0 for all columns of a row.
     pub(super) group: usize,
     pub(super) scales: NumbersFormat,
     /// The zeros or minimums.
     pub(super) offsets: Option<NumbersFormat>,
 }
 
-/// The numbers of codes: the constants VALUES_.. of `code_numbers.cuh`.
+/// The meaning of a code as a number: the constants VALUES_.. of `code_numbers.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ValueKind {
     Signed = 0,
@@ -39,11 +39,11 @@ pub(super) enum NumberKind {
     Nested = 5,
 }
 
-/// The numbers of groups.
+/// The format of the numbers of groups: of scales, zeros or minimums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NumbersFormat {
     pub(super) kind: NumberKind,
-    /// The groups that share a factor of nested numbers, and 1 for others.
+    /// The number of groups that share a factor of nested numbers; 1 for other numbers.
     pub(super) nest: usize,
 }
 

@@ -59,7 +59,7 @@ pub(super) struct LinearShape {
     rows: usize,
     width: usize,
     outputs: usize,
-    /// The pairs of products that warps compute.
+    /// The number of pairs of products: an output and its factor, or two outputs. A warp computes both of a pair.
     pairs: usize,
     element: ElementType,
 }

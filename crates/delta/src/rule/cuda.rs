@@ -92,7 +92,7 @@ impl CudaDeltaPath {
     }
 }
 
-/// Computes a few tokens, and more of them, by the kernels and by the reference path.
+/// Computes 5 tokens, and then 40, by the kernels and by the reference path.
 fn delta_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
     let mut compared = Vec::new();
     for tokens in [5, 40] {

@@ -25,7 +25,7 @@ pub(super) struct ColourScale {
     /// The most characters that [`short`] writes for a weight of this scale.
     pub(super) digits: usize,
     pub(super) not_finite: usize,
-    /// Notes for the reader besides the two ends.
+    /// The notes that are written under the scale, besides its two ends.
     pub(super) notes: Vec<String>,
 }
 

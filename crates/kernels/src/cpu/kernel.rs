@@ -271,7 +271,7 @@ pub(super) use compiled_for;
 pub struct ColumnBlock<'a> {
     /// The first word of the block: of its scales if it has any, and of its numbers otherwise.
     pub at: *const f32,
-    /// The columns of the panel.
+    /// The number of columns of the panel.
     pub panel: usize,
     /// The format of the panel.
     pub format: &'a Format,

@@ -22,7 +22,7 @@ pub(crate) unsafe fn multiply<K: Kernel>(product: &PanelProduct) {
     // SAFETY: as this function's contract.
     unsafe {
         if const { K::IS_BF16 } {
-            run::<K, Words>(product);
+            multiply_in_format::<K, Words>(product);
         } else {
             with_columns(product.format, MultiplyFormat::<K> { product, kernel: PhantomData });
         }
@@ -42,7 +42,7 @@ impl<K: Kernel> WithColumns for MultiplyFormat<'_, K> {
             unreachable!("weights have other formats on this instruction set");
         }
         // SAFETY: the product is valid for the kernel, by the contract of `multiply`.
-        unsafe { run::<K, B>(self.product) }
+        unsafe { multiply_in_format::<K, B>(self.product) }
     }
 }
 
@@ -51,7 +51,7 @@ impl<K: Kernel> WithColumns for MultiplyFormat<'_, K> {
 /// # Safety
 /// As [`multiply`].
 #[inline(always)]
-unsafe fn run<K: Kernel, B: Columns>(product: &PanelProduct) {
+unsafe fn multiply_in_format<K: Kernel, B: Columns>(product: &PanelProduct) {
     // SAFETY: as this function's contract.
     unsafe { K::run_simd(MultiplyPanel::<B> { product, format: PhantomData }) }
 }

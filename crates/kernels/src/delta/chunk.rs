@@ -58,13 +58,13 @@ impl Chunk {
         self.rows.as_ptr().wrapping_add(3 * self.tokens * self.width)
     }
 
-    /// Returns `key_products`, (tokens, tokens).
+    /// Returns `key_products(i, j)` for all tokens i and j of the chunk, (tokens, tokens).
     #[inline(always)]
     pub fn key_products(&self) -> &[f32] {
         &self.products.words()[..self.tokens * self.tokens]
     }
 
-    /// Returns `query_products`, (tokens, tokens).
+    /// Returns `query_products(i, j)` for all tokens i and j of the chunk, (tokens, tokens).
     #[inline(always)]
     pub fn query_products(&self) -> &[f32] {
         &self.products.words()[self.tokens * self.tokens..]

@@ -96,7 +96,7 @@ impl Partials {
         Some(Self { at: SharedPtr(memory.as_mut_ptr()), _memory: memory, heads: dims.h_kv, rows, parts, width })
     }
 
-    /// Returns the words from one row to the next.
+    /// Returns the number of words from one row to the next.
     pub fn stride(&self) -> usize {
         self.parts * (self.width + STATS_WORDS)
     }
@@ -105,7 +105,7 @@ impl Partials {
     #[inline(always)]
     pub fn row(&self, kv: KvHead, row: usize, part: usize) -> *mut f32 {
         let index = (kv.b * self.heads + kv.head) * self.rows + row;
-        self.at.0.wrapping_add(index * self.stride() + part * (self.width + 2))
+        self.at.0.wrapping_add(index * self.stride() + part * (self.width + STATS_WORDS))
     }
 
     /// Writes the largest exponent and the sum of the weights after the sums of a row.

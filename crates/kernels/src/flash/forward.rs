@@ -57,8 +57,8 @@ pub(super) unsafe fn run_on<K: Kernel, E: Number, S: Stored>(
     })
 }
 
-/// Splits a call, whose keys and values have `bytes` a number, into tasks, and runs them, those with the most keys
-/// first.
+/// Splits a call into tasks, and runs them, those with the most keys first. `bytes` is the size of a number of the keys
+/// and values.
 fn run_tasks<E: Number>(
     call: &ForwardCall<E>,
     layout: Layout,

@@ -24,7 +24,7 @@ pub enum KernelTask<'a, 'b, E> {
 /// without optimisation, wherever it is used. Calls are checked before they are made, and no other package can make
 /// one.
 pub trait AttentionKernels: Number {
-    /// Runs a pass. `None` if memory is short. The processor has the instruction set.
+    /// Runs a pass on the kernel of an instruction set, which the processor has. `None` if memory is short.
     fn run(task: KernelTask<Self>, instruction_set: InstructionSet) -> Option<()>;
 }
 
@@ -42,6 +42,7 @@ macro_rules! run {
 
 run!(f32, bf16, f16);
 
+/// A pass that is compiled for each kernel. `done` takes its result.
 struct RunTask<'a, 'b, E> {
     task: KernelTask<'a, 'b, E>,
     done: &'a mut Option<()>,

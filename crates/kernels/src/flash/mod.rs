@@ -1,10 +1,16 @@
 //! Fused attention: scores are computed, normalised and used a tile at a time, and are never in memory as a whole. The
 //! design is described in this package's README.
 //!
-//! Files import each other in one direction only. From the lowest to the highest: the parts of a call (`view`,
-//! `problem`, `dropout`, `relative_bias`, `options`, `inputs`, `pages`, `kv_rows`, `call`), tiles and memory (`tile`,
-//! `packed_width`, `state`, `tasks`), the steps of a tile (`pack`, `scores`, `softmax`, `epilogue`), the passes
-//! (`decode`, `prefill`, `forward`, `backward`, `statistics`), and the functions for callers (`attend`).
+//! A forward pass is described by these types in turn: `CpuCall` is the call as the caller passes it; `CheckedCall` and
+//! `KeysValues` are its parts after their checks; `ForwardCall` adds the queries and the results; `AttentionTask` is
+//! some of its queries and keys, and `Tile` the queries of one panel. In the backward pass, `AttentionBackwardProblem`,
+//! `BackwardCall` and `BackwardTask` take the places of `CpuCall`, `ForwardCall` and `AttentionTask`.
+//!
+//! The groups of files, from the lowest to the highest: the parts of a call (`view`, `problem`, `dropout`,
+//! `relative_bias`, `options`, `inputs`, `pages`, `kv_rows`, `results`, `call`), tiles and memory (`tile`,
+//! `packed_width`, `state`, `memory`, `chain`, `tasks`), the steps of a tile (`pack`, `block_products`, `scores`,
+//! `dropout_factors`, `softmax`, `epilogue`), the passes (`decode`, `prefill`, `forward`, `backward`, `statistics`),
+//! their compilation for each type of elements (`kernels`), and the functions for callers (`attend`).
 
 mod attend;
 mod backward;

@@ -42,14 +42,15 @@ pub struct SoftmaxStats {
     pub(super) sum: f32,
 }
 
-/// The factors from the product of queries and keys to the exponential, which takes powers of two.
+/// The factors by which the product of a query and a key becomes an exponent of 2, in the order in which they are
+/// applied.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ScoreUnits {
-    /// The factor of the queries.
+    /// The factor of the queries, which are multiplied by it when they are packed.
     pub query: f32,
     /// The factor of the products before softcap and biases.
     pub product: f32,
-    /// The factor from there to exponents; above 0, so that the largest stays the largest.
+    /// The factor of the scores after softcap and biases; above 0, so that the largest score has the largest exponent.
     pub exponent: f32,
     /// The unit of exponents, by [`TileModifiers::exponent_unit`].
     pub exponent_unit: f32,
@@ -114,8 +115,8 @@ impl TileModifiers<'_> {
         softcap.is_some() || alibi.is_some() || relative_bias.is_some() || bias.is_some()
     }
 
-    /// Returns whether the derivative of a score with respect to its product is another number than the scale, for
-    /// each pair of a query and a key.
+    /// Returns whether the derivative of a score with respect to its product depends on the score, as with a softcap,
+    /// instead of being the scale.
     pub(super) fn has_product_derivative(&self) -> bool {
         let Self { scale: _, softcap, alibi: _, relative_bias: _, bias: _, boolean_mask: _, sinks: _, dropout: _ } =
             self;

@@ -7,11 +7,11 @@ use crate::cpu::Layout;
 pub(super) struct PackedWidth {
     /// The number of 32-bit words of a row, where the width is the depth of a product, padded to whole steps of depth.
     pub words: usize,
-    /// `words`, padded to a multiple of the squares in which matrices are transposed.
+    /// `words`, padded to a multiple of the lanes: matrices are transposed in squares of lanes by lanes.
     pub word_squares: usize,
     /// The number of elements of a row, where the width is the rows of a product, padded to whole groups.
     pub rows: usize,
-    /// `rows`, padded to a multiple of the squares in which matrices are transposed.
+    /// `rows`, padded to a multiple of the lanes.
     pub row_squares: usize,
 }
 
@@ -28,7 +28,7 @@ impl PackedWidth {
         }
     }
 
-    /// Returns the words that [`pack_columns`](super::pack::pack_columns) writes for a block of rows of this width.
+    /// Returns the number of words that [`pack_columns`](super::pack::pack_columns) writes for a block of rows of this width.
     pub fn column_words(&self, layout: Layout) -> usize {
         match layout.elements {
             1 => self.rows / layout.rows * column_group(layout),
@@ -36,7 +36,7 @@ impl PackedWidth {
         }
     }
 
-    /// Returns the words of staging memory that packing rows of this width takes.
+    /// Returns the number of words of staging memory that packing rows of this width takes.
     pub fn staging_words(&self, layout: Layout) -> usize {
         let pairs = if layout.elements == 2 { layout.block / 2 * self.row_squares } else { 0 };
         pairs.max(layout.lanes * self.word_squares.max(self.rows))

@@ -58,7 +58,7 @@ struct TileBlock<'a, 'b, S> {
     inputs: &'a CheckedCall<'b>,
     block: &'a PackedBlock<'a, S>,
     tile: &'a Tile,
-    /// The tile's panel in the workspace.
+    /// The index of the tile's panel in the workspace.
     index: usize,
     units: ScoreUnits,
 }

@@ -27,7 +27,7 @@ pub struct KeysOfQueries<'a> {
 /// number.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Diagonals<'a> {
-    /// The entries of a head.
+    /// The number of entries of a head.
     pub len: usize,
     /// The entry of key 0 for each query, (B, T_q). Negative where the first keys have no entry.
     pub origins: &'a [i64],

@@ -74,7 +74,7 @@ impl TileRelativeBias<'_> {
 
 /// Biases in the order in which tiles of queries read them: for each key head from the last entry to the first, with
 /// the heads of a group next to each other. So the entries of one key and successive query rows are successive too.
-/// There are zeros before and after them. GradientSums of their gradients have the same order.
+/// There are zeros before and after them. The sums of their gradients have the same order.
 pub(super) struct RelativeBiasTable<'a> {
     bias: TileRelativeBias<'a>,
     group: usize,

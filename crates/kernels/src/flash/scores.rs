@@ -33,9 +33,9 @@ pub(super) struct TileScores<'a> {
     pub product_derivatives: Option<*mut f32>,
 }
 
-/// The entries of a tensor are added to the scores.
+/// The value of `IS_BIAS` for a tensor whose entries are added to the scores.
 const BIAS: bool = true;
-/// The entries of a tensor that are 0 mask the scores.
+/// The value of `IS_BIAS` for a tensor whose entries of 0 mask the scores.
 const MASK: bool = false;
 
 /// Replaces the scores of some rows of the panel by an expression of the score, the row and the column. A closure would

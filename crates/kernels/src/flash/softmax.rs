@@ -19,7 +19,7 @@ const MAX_VECTORS: usize = 3;
 pub(super) struct TileSoftmax<'a> {
     /// The scores, which f32 weights replace.
     pub scores: TileScores<'a>,
-    /// The words of depth that the next product reads.
+    /// The depth of the next product, in words.
     pub depth: usize,
     /// `depth` rows of a panel for pairs of bf16 weights.
     pub pairs: *mut f32,

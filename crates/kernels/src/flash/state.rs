@@ -7,9 +7,9 @@ use crate::cpu::Scratch;
 /// values (D_v, panel), the largest exponent and the sum of the weights (panel).
 pub(super) struct SoftmaxState {
     words: Scratch,
-    /// D_v, padded to whole transposed squares.
+    /// D_v, padded to a multiple of the lanes.
     rows: usize,
-    /// The columns of a panel.
+    /// The number of columns of a panel.
     pub panel: usize,
 }
 

@@ -31,8 +31,8 @@ const STATISTICS_THREADS: usize = 16;
 /// cache.
 const STORED_SCORE_BYTES: usize = 8 << 20;
 
-/// Returns the threads for a call that reads keys and values, of `bytes` a number, once and multiplies them `passes`
-/// times.
+/// Chooses the threads for a call that reads keys and values once, in numbers of `bytes` bytes, and multiplies them
+/// `passes` times.
 pub(super) fn workers(dims: &AttentionDims, bytes: usize, passes: usize) -> Workers {
     let product = |counts: [usize; 5]| counts.into_iter().fold(1usize, usize::saturating_mul);
     let width = dims.d.saturating_add(dims.d_v);
@@ -108,7 +108,7 @@ pub(super) struct AttentionTask<'a> {
     pub keys: Range<usize>,
     /// The tiles of the rows.
     pub tiles: Vec<Tile>,
-    /// Takes the rows where keys are split.
+    /// The part of the keys whose results the task writes, where keys are split.
     pub key_part: Option<KeyPart<'a>>,
     pub chain: &'a Chain,
     /// The number of the task in the chain.

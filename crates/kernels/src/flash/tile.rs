@@ -12,12 +12,12 @@ pub(super) struct Tile {
     pub kv: KvHead,
     /// Rows of the key head, as [`AttentionDims::rows`](candle_attention_call::AttentionDims::rows) counts them.
     pub rows: Range<usize>,
-    /// The columns of the panel.
+    /// The number of columns of the panel.
     pub panel: usize,
     /// The number of columns that belong to one key. In most tiles it is the whole panel. In a narrow tile, a row of
     /// the panel has several keys, one after the other.
     pub width: usize,
-    /// The vectors of the panel that contain a query.
+    /// The number of vectors of the panel that contain a query.
     pub vectors: usize,
     /// The smallest range that contains every key that some query attends to.
     pub some_attend: Range<usize>,
@@ -44,19 +44,20 @@ pub(super) struct ColumnBounds {
     pub ends: [f32; MAX_COLUMNS],
 }
 
-/// The keys of a block from about the first to the last that a tile attends to.
+/// The keys of a block that a tile is multiplied with: from the first to the last that it attends to, in whole steps of
+/// the products.
 pub(super) struct Overlap {
     /// The first key of the block.
     pub block_start: usize,
     pub keys: Range<usize>,
-    /// The words of depth of a product over the keys.
+    /// The depth of a product over the keys, in words.
     pub depth: usize,
     /// Whether some key is masked for some query.
     pub is_masked: bool,
     pub parts: TileParts,
 }
 
-/// The start of a search for the least and the largest key.
+/// An empty range, whose union with another range is the other range.
 const NO_KEYS: Range<usize> = Range { start: usize::MAX, end: 0 };
 /// The most vectors that a panel of any kernel has.
 const MAX_VECTORS: usize = 4;
@@ -115,7 +116,7 @@ impl Tile {
         Self { vectors, ..Self::narrow(layout, inputs, kv, rows, 0..inputs.dims.t_kv, layout.panel) }
     }
 
-    /// Creates a tile of at most `width` rows, which divides a vector, over some of the keys.
+    /// Creates a narrow tile of at most `width` rows over some of the keys. `width` divides the number of lanes.
     pub fn narrow(
         layout: Layout,
         inputs: &CheckedCall,

@@ -64,7 +64,7 @@ pub(super) struct CodePacking<'a> {
     pub format: CodeFormat,
     codes: &'a [u8],
     inputs: usize,
-    /// The inputs that share a scale of `scales`.
+    /// The number of inputs that share a scale of `scales`.
     group: usize,
     scales: Scales<'a>,
     offsets: Offsets<'a>,
@@ -274,7 +274,7 @@ fn lower_bits_of_bytes(bytes: u64, bits: usize) -> u64 {
     (joined | joined >> (4 * gap)) & ones(8 * bits)
 }
 
-/// Returns the code of zero where codes of some bits are on both sides of zero.
+/// Returns 2^(bits - 1), the code of the number 0 where half of all codes are negative numbers.
 fn middle(bits: usize) -> u8 {
     1 << (bits - 1)
 }
@@ -303,7 +303,8 @@ fn scale_format(scales: &Scales, groups: GroupFormat, values: Values) -> ScaleFo
     ScaleFormat::Groups(groups)
 }
 
-/// Returns signed codes, or codes with the middle as their zero where a scale is so small that it would lose digits.
+/// Chooses how signed codes are packed: as signed numbers, or as codes with the zero 2^(bits - 1) where a scale is so
+/// small that it would lose digits.
 fn signed_values<'a>(bits: usize, scales: &Scales, scale: NumberFormat) -> PackedValues<'a> {
     let stays_exact = |number: f32| number == 0.0 || !number.is_finite() || number.abs() >= LEAST_SIGNED_SCALE;
     if scales.nested().is_some() || scale == NumberFormat::F16 || scales.all(stays_exact) {
@@ -316,8 +317,9 @@ fn signed_values<'a>(bits: usize, scales: &Scales, scale: NumberFormat) -> Packe
     }
 }
 
-/// Returns codes with zeros. Where the difference of code and zero and the product of zero and scale are exact, a
-/// number is `code · scale - zero · scale`, rounded once, which takes one operation less for each code.
+/// Chooses how codes with zeros are packed. Where the difference of code and zero and the product of zero and scale are
+/// exact, a number is `code · scale - zero · scale`, rounded once, which takes one operation less for each code than
+/// `(code - zero) · scale`.
 fn values_with_zeros<'a>(zeros: &'a [f32], scales: &Scales, scale: NumberFormat) -> PackedValues<'a> {
     let is_byte = |zero: f32| zero.fract() == 0.0 && (0.0..=255.0).contains(&zero) && zero.is_sign_positive();
     let format =
@@ -332,7 +334,7 @@ fn values_with_zeros<'a>(zeros: &'a [f32], scales: &Scales, scale: NumberFormat)
     PackedValues { values, offsets: Offsets::Zeros(zeros), offset: Offset::Zero(format) }
 }
 
-/// Returns floats of 8 bits; `None` for infinite and NaN ones, and for scales that are too large.
+/// Returns codes that are floats of 8 bits; `None` if one is infinite or NaN, or a scale is too large.
 fn float8_values<'a>(float8: Float8, codes: &[u8], scales: &Scales) -> Option<PackedValues<'a>> {
     // The kernels multiply scales by the factor.
     let largest_scale = f32::MAX / float8.factor();

@@ -14,7 +14,7 @@ pub type Square = [f32; MAX_LANES * MAX_LANES];
 /// where it is transposed.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix<'a, X> {
-    /// The elements, from the first one on.
+    /// The elements, beginning with that of row 0 and column 0.
     pub data: &'a [X],
     /// The number of rows.
     pub rows: usize,

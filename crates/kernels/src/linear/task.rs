@@ -97,10 +97,10 @@ fn blocks_together(rows: usize, depth: usize) -> usize {
 
 /// The split of rows and panels into tasks.
 struct TaskSplit {
-    /// The rows of a task.
+    /// The number of rows of a task.
     rows: usize,
     row_chunks: usize,
-    /// The panels of a task.
+    /// The number of panels of a task.
     panels: usize,
     panel_chunks: usize,
 }
@@ -122,9 +122,9 @@ impl TaskSplit {
 
 /// The scratch buffers of a thread.
 struct TaskScratch {
-    /// The blocks of the left operand that are copied together.
+    /// The number of blocks of the left operand that are copied together.
     blocks: usize,
-    /// The words of such a block.
+    /// The number of words of such a block.
     block_words: usize,
     /// The copied blocks, (blocks, rows, [`BLOCK_ROW`]).
     left: Scratch,

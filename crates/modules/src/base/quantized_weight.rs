@@ -28,8 +28,8 @@ pub struct QuantizedWeight {
     pub values: CodeValues,
     /// The scales (out, in / group).
     pub scales: GroupNumbers,
-    /// The input of the layer that each column of codes belongs to; `None` where they have one order. GPTQ stores the
-    /// groups of weights that were quantised in the order of their activations (`desc_act`) by a list like it.
+    /// The input of the layer that each column of codes belongs to; `None` where the columns are in the order of the
+    /// inputs. GPTQ with `desc_act` has another order: it quantises inputs in the order of their activations.
     pub input_order: Option<Vec<u32>>,
 }
 

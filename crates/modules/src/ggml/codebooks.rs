@@ -74,7 +74,8 @@ fn long(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
-/// Appends a block of the factor and eight groups of 32 numbers: 4 bytes of rows, and 32 bits of signs and the scale.
+/// Appends a block of the factor, and for each of eight groups of 32 numbers 4 rows of 8 bits, and 32 bits with the
+/// signs and the scale.
 pub(super) fn iq2_xxs(block: &[u8], to: &mut Unpacked) {
     to.halves.push(half(block, 0));
     for group in block[2..].chunks_exact(8) {

@@ -98,14 +98,14 @@ impl PackedLinear {
 /// The number of codes that are in memory, a byte each, while a weight is packed some outputs at a time.
 const CODES_OF_PART: usize = 1 << 21;
 
-/// Packs a weight; `None` where the kernels would not have the bits of its numbers.
+/// Packs a weight; `None` if no format of the kernels has its numbers to the bit.
 pub(super) fn pack_quantized(weight: &QuantizedWeight, shape: WeightShape) -> Result<Option<PackedWeight>> {
     let instruction_set = choose_instruction_set(None, DType::F32)?;
     with_kernel_codes(weight, |codes| PackedWeight::from_codes(codes, shape, instruction_set).map_err(kernel_error))
 }
 
-/// Packs a weight whose outputs `read` returns, each range of them once or twice; `None` where the kernels would not
-/// have the bits of its numbers. A large weight is read and packed some outputs at a time.
+/// Packs a weight from ranges of outputs, which `read` returns, each once or twice; `None` if no format of the kernels
+/// has its numbers to the bit. A large weight is read and packed some outputs at a time.
 pub(super) fn pack_parts(
     shape: WeightShape,
     mut read: impl FnMut(Range<usize>) -> Result<QuantizedWeight>,

@@ -23,8 +23,8 @@ impl Groups {
         Self { size: unit, of_file: (0..inputs / unit).map(|own| own * unit / size).collect(), input_order: None }
     }
 
-    /// Returns the groups of a list with the group of each input, as `g_idx` is. The columns stay in the order of the
-    /// inputs where that does not make groups smaller.
+    /// Returns the groups of a list with the group of each input, such as `g_idx` of GPTQ. If neighbouring inputs have
+    /// one group as they are, the columns stay in the order of the inputs; otherwise they are sorted by group.
     pub(super) fn of_list(list: &[i64], count: usize) -> Result<Self> {
         let mut groups = Vec::with_capacity(list.len());
         let mut sizes = vec![0; count];

@@ -100,12 +100,13 @@ pub(super) fn find(module: &Module) -> Result<Option<Found>> {
 }
 
 impl Hqq {
-    /// Returns the number of parts of the rows, each of which has a code in a byte or word.
+    /// Returns the number of codes in a byte, or in a word of 4 bytes for codes of 3 bits. The rows are divided into as
+    /// many parts, and each byte or word has one code of each part.
     fn parts(&self) -> usize {
         if self.bits == 3 { 10 } else { 8 / self.bits }
     }
 
-    /// Returns the number of bytes that have a code of each part.
+    /// Returns the size in bytes of the word that has one code of each part.
     fn bytes(&self) -> usize {
         if self.bits == 3 { 4 } else { 1 }
     }

@@ -47,14 +47,14 @@ const HUNYUAN: Family = LLAMA.of("hunyuan_v1_dense").rope(rope(10_000.0, 2048).n
 const ATT_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::AttProj, QkvOrder::ByPart);
 const ERNIE: Rope = rope(500_000.0, 131_072).interleaved();
 const GRANITE_SWA: Family = GRANITE.of("granitemoe_swa").window(Window::Layers(ButFirstOf(4), Some(128))).sinks(true);
-/// Some of its layers are convolutions.
+/// LFM2, some of whose layers are convolutions.
 const LFM2: Family = DECODER.of("lfm2").layers(32).width(2560).query_heads(32).kv_heads(8)
     .at(MODEL, "layers.{}.self_attn", WeightLayout::Opt).rope(rope(1e6, 128_000))
     .qk_norm(rms_per_head(1e-5).eps(Number("norm_eps", 1e-5))).window(Window::Layers(NoLayer, None));
 /// Kyutai's decoder of sound.
 const KYUTAI: Family = DECODER.of("kyutai_speech_to_text").layers(48).width(2048).query_heads(32)
     .at(MODEL, "layers.{}.self_attn", WeightLayout::Moshi).rope(rope(10_000.0, 750)).window(Window::All(Some(375)));
-/// In alphabetical order.
+/// The decoders besides the Gemmas, in alphabetical order.
 pub(super) const ROWS: &[Family] = &[
     LLAMA.of("apertus").rope(rope(12e6, 65_536).default_parameters(APERTUS_ROPE)).qk_norm(rms_per_head(1e-5)),
     LLAMA.of("arcee").layers(32).width(2560).query_heads(32).rope(rope(10_000.0, 4096)),
@@ -352,14 +352,14 @@ const GEMMA4: Family = GEMMA3N.of("gemma4_text").layers(30).width(2304).query_he
     .windowed_rope(rope(10_000.0, 131_072)).window(Window::NeverLast(ButLastOf(6), 512))
     .mask(Mask::CausalOrBidirectional).kv_shared_layers(0).rules(&[rules::gemma4_full]);
 const GEMMA4_UNIFIED: Family = GEMMA4.of("gemma4_unified_text").window(Window::NeverLast(ButLastOf(6), 1024));
-/// All layers project keys and values.
+/// Gemma 4 without layers that share keys and values: all layers project them.
 const UNSHARED: Family = Family { kv_shared_layers: None, ..GEMMA4 };
 
-/// The texts of its encoder, which has windows on both sides.
+/// The text layers of the encoder of T5Gemma 2, which have windows on both sides.
 const T5GEMMA2: Family = GEMMA3_TEXT.of("t5gemma2_encoder").section("text_config").mask(Mask::Encoder)
     .below(&["model.encoder.text_model.", "model.encoder.", "encoder.text_model.", "text_model.", ""])
     .rules(&[rules::half_windows]).only(&[("attn_logit_softcapping", "null")]);
-/// In alphabetical order.
+/// The Gemmas and the models that are built on them, in alphabetical order.
 pub(super) const GEMMAS: &[Family] = &[
     // Its encoder.
     UNSHARED.of("diffusion_gemma_text").below(&["model.encoder.language_model.", "encoder.language_model.", ""])

@@ -23,7 +23,7 @@ const MUSICGEN: Family = DECODER.of("musicgen_decoder").layers(24).width(1024).q
     .at(MUSICGEN_PREFIXES, "layers.{}.self_attn", WeightLayout::Opt);
 
 const COHERE_ASR_PREFIXES: &[&str] = &["model.transf_decoder._decoder.", "transf_decoder._decoder."];
-/// Its decoder.
+/// The decoder of Cohere ASR.
 const COHERE_ASR: Family = DECODER.of("cohere_asr").layers(8).width(1024).query_heads(8)
     .bias(Bias::AllIf("attention_bias", true))
     .at(COHERE_ASR_PREFIXES, "layers.{}.first_sub_layer", WeightLayout::Nemo);
@@ -37,7 +37,7 @@ const DIA_PREFIXES: &[&str] = &["model.decoder.", "decoder.", ""];
 const DIA: Family = DECODER.of("dia_decoder").layers(18).width(2048).query_heads(16).grouped(4, 128)
     .at(DIA_PREFIXES, "layers.{}.self_attention", WeightLayout::Canonical).rope(rope(10_000.0, 3072))
     .scale(Scale::Fixed(1.0));
-/// It has its own numbers of heads.
+/// The cross-attention of Dia, which has other numbers of heads than its self-attention.
 const DIA_CROSS: Family = DECODER.layers_from(LAYERS).width_from(HIDDEN).query_heads_from("cross_num_attention_heads")
     .layers(18).width(2048).query_heads(16)
     .usual_names(false).heads(Heads::By(rules::dia_key_heads))

@@ -63,7 +63,7 @@ const MIMI: Family = ENCODER.of("mimi_encoder").layers(8).width(512).query_heads
         .bias(Bias::AllIf("attention_bias", false)).rope(rope(10_000.0, 8000)).window(Window::All(Some(250)))
         .mask(Mask::Causal);
 
-/// As published, and as transformers 5 saves it.
+/// The decoder of ViT-MAE, with the names as published and as transformers 5 saves them.
 const VIT_MAE_DECODER: Family = VIT
     .layers_from("decoder_num_hidden_layers").width_from("decoder_hidden_size")
     .query_heads_from("decoder_num_attention_heads").usual_names(false)

@@ -227,8 +227,8 @@ impl Family {
         self.model_type(model_type)
     }
 
-    /// Sets the fields `num_key_value_heads` and `head_dim`, with a default of the former. The latter follows unless
-    /// given.
+    /// Sets the fields `num_key_value_heads`, with a default, and `head_dim`, which follows from the other sizes if it
+    /// is not given.
     pub const fn kv_heads(self, default: usize) -> Self {
         self.heads(Heads::Grouped(Some(default), None))
     }

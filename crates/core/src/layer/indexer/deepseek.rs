@@ -83,12 +83,12 @@ pub(in crate::layer) struct IndexerShape {
 pub(in crate::layer) struct DeepSeekIndexer {
     config: IndexerConfig,
     rope_head_dim: usize,
-    /// (heads · width, q_lora_rank).
+    /// The projection of the queries, (heads · width, q_lora_rank).
     queries: PackedLinear,
-    /// (width, E).
+    /// The projection of the keys, (width, E).
     keys: PackedLinear,
     norm: Norm,
-    /// (heads, E).
+    /// The projection of the weights of the heads, (heads, E).
     weights: PackedLinear,
 }
 

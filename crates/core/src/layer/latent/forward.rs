@@ -132,7 +132,8 @@ impl MultiHeadLatentAttention {
         })
     }
 
-    /// Returns stored rows (B, 1, T, width) as keys and values of queries that absorb the matrix of keys: views.
+    /// Returns views of stored rows (B, 1, T, width), without the keys of an indexer, as keys and values for queries
+    /// that were multiplied by the projection of the keys.
     pub(super) fn without_index_keys(&self, rows: &Tensor) -> Result<KvFloats> {
         let rank = self.config.kv_lora_rank();
         let k = part(rows, 3, 0..rank + self.config.rope_head_dim())?;

@@ -33,7 +33,7 @@ pub(super) fn attend(call: Call, instruction_set: InstructionSet, requested: Req
         None => None,
     };
     let call = prepared_call(call, dropout)?;
-    with_float!(call.op, call.attention.q.dtype(), |E| run::<E>(call, instruction_set, requested))
+    with_float!(call.op, call.attention.q.dtype(), |E| attend_prepared::<E>(call, instruction_set, requested))
 }
 
 /// Returns a call whose tensors are prepared for the kernel, with drawn dropout.
@@ -42,7 +42,8 @@ pub(super) fn prepared_call(call: Call, dropout: Option<Dropout<Tensor>>) -> Res
     Ok(Call { attention, ..call })
 }
 
-/// Returns whether gradients have to come from the reference path: the backward kernel is for calls with scores.
+/// Returns whether gradients have to come from the reference path: the backward kernel does not run calls without
+/// scores.
 fn needs_reference_gradients(call: &Call) -> bool {
     let Dims { b, t_q, t_kv, d_v, .. } = call.attention.dims;
     call.tracks_gradients() && [b, t_q, t_kv, d_v].contains(&0)
@@ -148,7 +149,11 @@ pub(super) fn computed<E: TensorElement>(
 
 /// Runs the kernel on a call whose tensors are prepared for it, and returns the requested results with gradients for
 /// the inputs that are tracked.
-fn run<E: TensorElement>(call: Call, instruction_set: InstructionSet, requested: RequestedResults) -> Result<Attended> {
+fn attend_prepared<E: TensorElement>(
+    call: Call,
+    instruction_set: InstructionSet,
+    requested: RequestedResults,
+) -> Result<Attended> {
     let with_softmax_stats = RequestedResults { softmax_stats: call.tracks_gradients(), ..requested };
     let mut found = computed::<E>(&call, instruction_set, with_softmax_stats)?;
     let statistics = match (found.statistics.take(), requested.statistics) {

@@ -11,7 +11,7 @@ use super::super::options::OutputLayout;
 use super::super::paged::PagedSequences;
 use super::super::prepared::prepared;
 use super::super::results::Attended;
-use super::run;
+use super::attend_prepared;
 use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::base::rowwise::with_float;
 
@@ -46,7 +46,8 @@ pub(in crate::sdpa) fn attend_over_pages(
     for (t_q, sequences) in sequences_by_queries(pages) {
         let rows: Vec<u32> = sequences.iter().flat_map(|&s| pages.queries(s)).map(|row| row as u32).collect();
         let batch = paged.of_sequences(t_q, &sequences, &rows)?;
-        let found = with_float!(call.op, call.attention.q.dtype(), |E| run::<E>(batch, instruction_set, requested))?;
+        let dtype = call.attention.q.dtype();
+        let found = with_float!(call.op, dtype, |E| attend_prepared::<E>(batch, instruction_set, requested))?;
         parts.push(Part { rows, found });
     }
     joined(parts, call)

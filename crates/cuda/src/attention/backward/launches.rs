@@ -12,9 +12,10 @@ use crate::tiles::{BackwardKernels, QueryGradient, SMALL_BLOCK_WARPS};
 /// A launch of a backward pass.
 pub(super) struct BackwardLaunch {
     pub launch: Launch,
-    /// The places of a kernel of queries or of keys; `None` for the others.
+    /// The blocks of a kernel of the gradients of queries or keys; `None` for other kernels.
     places: Option<BlockPlaces>,
-    /// The pairs of a launch of the kernel of keys, and of the kernel that sums the gradients of a relative bias.
+    /// The pairs that a launch of the kernel of the gradients of keys works on, or a launch of the kernel that sums
+    /// the gradients of a relative bias.
     pairs: Option<Pairs>,
 }
 
@@ -25,12 +26,13 @@ struct Pairs {
     count: usize,
 }
 
-/// The blocks of a kernel of queries or of keys, which compute their places from the index.
+/// The blocks of a kernel of the gradients of queries or keys. A block computes from its index and these numbers which
+/// head and tile it works on.
 #[derive(Clone, Copy)]
 struct BlockPlaces {
-    /// The blocks of a head of a sequence.
+    /// The number of blocks of a head of a sequence.
     blocks: usize,
-    /// The heads of all sequences.
+    /// The number of heads of all sequences together.
     heads: usize,
 }
 

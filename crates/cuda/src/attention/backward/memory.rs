@@ -14,7 +14,7 @@ pub(super) struct BiasGradient {
     pub heads: usize,
     pub queries: usize,
     pub keys: usize,
-    /// Whether the gradients of scores are summed.
+    /// Whether scores share entries of the bias, whose gradients are sums then.
     pub is_broadcast: bool,
 }
 
@@ -62,7 +62,7 @@ impl ScratchSizes {
     }
 }
 
-/// Returns the bytes that a backward pass needs besides the gradients.
+/// Returns the number of bytes that a backward pass needs besides the gradients.
 pub(super) fn scratch_bytes(plan: &BackwardPlan) -> usize {
     ScratchSizes::of(plan).bytes()
 }

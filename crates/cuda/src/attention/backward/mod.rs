@@ -56,24 +56,24 @@ impl BackwardPlan {
         arguments.value_gradient_strides = layout_strides(self.layout, key_heads, keys, value_dim);
     }
 
-    /// Returns the tiles of queries of the longest sequence.
+    /// Returns the number of tiles of queries of the longest sequence.
     fn query_tiles(&self) -> usize {
         self.sizes.longest_queries.div_ceil(self.tile.keys.queries)
     }
 
-    /// Returns the blocks of keys of the longest sequence.
+    /// Returns the number of blocks of keys of the longest sequence.
     fn key_blocks(&self) -> usize {
         self.sizes.longest_keys.div_ceil(self.tile.key_block())
     }
 
-    /// Returns the pairs of a sequence and a key head.
+    /// Returns the number of pairs of a sequence and a key head.
     fn pairs(&self) -> usize {
         self.sizes.sequences * self.sizes.key_heads
     }
 
-    /// Returns the pairs that a launch of the kernel of keys has. For the gradient of a relative bias, each of their
-    /// blocks has a sum for each distance: if all pairs would take more than [`MOST_PART_BYTES`], several launches use
-    /// the same memory, one after the other.
+    /// Returns the number of pairs that one launch of the kernel of the gradients of keys works on. For the gradient
+    /// of a relative bias, each block has a sum for each distance: if all pairs would take more than
+    /// [`MOST_PART_BYTES`], several launches use the same memory, one after the other.
     fn pairs_of_launch(&self) -> usize {
         if !self.specialization.gradients.relative_bias {
             return self.pairs();
@@ -87,7 +87,7 @@ impl BackwardPlan {
         self.sizes.group() * self.key_blocks() * self.sizes.distances()
     }
 
-    /// Returns the sequences that have a relative bias.
+    /// Returns the number of sequences with separate relative biases: 1 where all share them.
     fn relative_bias_sequences(&self) -> usize {
         if self.shares_relative_bias { 1 } else { self.sizes.sequences }
     }

@@ -72,9 +72,10 @@ impl GradientSums {
 pub(super) struct GradientPointers<E> {
     /// The row terms of the softmax, (B, H, T_q), computed by [`BackwardCall::prepare_rows`](super::call::BackwardCall::prepare_rows).
     pub deltas: SharedPtr<f32>,
-    /// The sums of the queries' gradients in the requested layout: the gradients themselves in f32.
+    /// The gradients of the queries in f32, to which tasks add, in the requested layout. If E is f32, they are the
+    /// result.
     pub q_sums: SharedPtr<f32>,
-    /// The gradients of the queries where they are not f32.
+    /// The gradients of the queries, rounded to E, if E is not f32.
     pub q: Option<SharedPtr<E>>,
     pub k: Option<SharedPtr<E>>,
     pub v: Option<SharedPtr<E>>,

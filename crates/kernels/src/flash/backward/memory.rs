@@ -16,7 +16,7 @@ const STATE_BYTES: usize = 768 << 10;
 /// sequence, since the split of the keys changes the last bits of the queries' gradients.
 const TASKS: usize = 16;
 
-/// Returns the blocks of keys of a task, each of which takes `block_words`.
+/// Returns the number of blocks of keys of a task, each of which takes `block_words` words of memory.
 fn blocks_of_task(block: usize, dims: &AttentionDims, block_words: usize) -> usize {
     let blocks = dims.t_kv.div_ceil(block);
     let fit = STATE_BYTES / (4 * block_words).max(1);
@@ -33,9 +33,9 @@ pub(super) struct RowSize {
     pub packed: PackedWidth,
     /// The number of panels.
     pub panels: usize,
-    /// The vectors of all panels but the last, which may have fewer.
+    /// The number of vectors of each panel but the last, which may have fewer.
     vectors: usize,
-    /// The vectors of all panels together.
+    /// The number of vectors of all panels together.
     all_vectors: usize,
 }
 
@@ -53,17 +53,17 @@ impl RowSize {
         panel * columns..self.width.min((panel + 1) * columns)
     }
 
-    /// Returns the vectors of a panel.
+    /// Returns the number of vectors of a panel.
     pub fn vectors_of(&self, panel: usize) -> usize {
         self.vectors.min(self.all_vectors - panel * self.vectors)
     }
 
-    /// Returns the words of the rows of a block.
+    /// Returns the number of words of the rows of a block.
     fn row_words(&self, layout: Layout) -> usize {
         layout.block * self.packed.words
     }
 
-    /// Returns the words of the sums of the rows' gradients, (panels, block, panel).
+    /// Returns the number of words of the sums of the rows' gradients, (panels, block, panel).
     fn sum_words(&self, layout: Layout) -> usize {
         self.panels * layout.block * layout.panel
     }
@@ -76,7 +76,7 @@ pub(super) struct BackwardSizes {
     pub d: RowSize,
     /// Rows of D_v.
     pub d_v: RowSize,
-    /// The blocks of keys in a task.
+    /// The number of blocks of keys in a task.
     pub blocks: usize,
 }
 

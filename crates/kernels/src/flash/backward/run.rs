@@ -86,7 +86,7 @@ struct BackwardSplit {
     chain: Chain,
     /// The number of tiles of a key head.
     tiles: usize,
-    /// The smallest range of keys for each tile, (B, tiles).
+    /// For each tile, (B, tiles), the smallest range that contains the keys that it attends to.
     tile_keys: Vec<Range<usize>>,
 }
 
@@ -152,7 +152,7 @@ impl BackwardSplit {
     }
 }
 
-/// The sums of a task for gradients whose entries queries share.
+/// The sums of a task for the gradients of score modifiers of which several queries share an entry.
 struct TaskSums {
     kv: KvHead,
     keys: Range<usize>,

@@ -35,7 +35,7 @@ pub(super) struct BackwardTask<'a> {
     pub memory: &'a mut BackwardScratch,
     pub kv: KvHead,
     pub keys: Range<usize>,
-    /// The smallest range of keys for each tile of the sequence.
+    /// For each tile of the sequence, the smallest range that contains the keys that it attends to.
     pub tiles: &'a [Range<usize>],
     pub chain: &'a Chain,
     /// The number of the task in the chain.
@@ -54,7 +54,7 @@ pub(super) enum BackwardWork<'a, E> {
     RoundQueries { head: usize, to: SharedPtr<E> },
 }
 
-/// BackwardWork of a call. No two tasks write the same number at the same time.
+/// Some work and the call that it belongs to. No two tasks write the same number at the same time.
 pub(super) struct WorkOfCall<'a, 'b, E> {
     pub backward: &'a BackwardCall<'b, E>,
     pub keys_values: &'a KeysValues<'b, E>,

@@ -14,7 +14,7 @@ pub(super) struct ColumnStats {
     pub max: [f32; MAX_COLUMNS],
     /// 1 over the sum of the weights relative to the largest; 0 for a fully masked column.
     pub reciprocal: [f32; MAX_COLUMNS],
-    /// The sum over a query's keys of weight times the gradient of the weight.
+    /// The row term δ of the query, which `BackwardCall::prepare_rows` computes.
     pub delta: [f32; MAX_COLUMNS],
 }
 

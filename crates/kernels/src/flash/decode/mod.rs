@@ -103,7 +103,7 @@ struct DecodeMemory {
 /// How a call is split into tasks.
 struct DecodeSplit {
     layout: Layout,
-    /// R, the rows of a tile.
+    /// R, the number of query rows of a tile.
     group: usize,
     workers: Workers,
     /// Whether a task reads several heads of the same keys.
@@ -199,7 +199,7 @@ fn run_joined(heads: &[DecodeTask], run: &(dyn Fn(DecodeStep) + Sync)) {
 struct DecodeTask<'a, 'b> {
     inputs: &'a CheckedCall<'b>,
     layout: Layout,
-    /// R, the rows of a tile.
+    /// R, the number of query rows of a tile.
     group: usize,
     kv: KvHead,
     /// The keys of the part that some row attends to.

@@ -26,7 +26,7 @@ const MAX_VECTORS: usize = 8;
 pub(super) struct Products {
     pub kv: KvHead,
     pub keys: Range<usize>,
-    /// The number R of query heads that read one key head.
+    /// R, the number of query rows of the group.
     pub group: usize,
     /// (keys, R), rounded up to a vector: takes the scores, or contains the weights.
     pub scores_or_weights: *mut f32,
@@ -46,7 +46,7 @@ pub(super) enum Operand {
 #[derive(Clone, Copy)]
 pub(super) struct OutputRows {
     pub at: *mut f32,
-    /// The words from one row to the next.
+    /// The number of words from one row to the next.
     pub stride: usize,
 }
 
@@ -274,7 +274,7 @@ impl<S: Stored> RowProducts<'_, S> {
         }
     }
 
-    /// Returns a pointer to the R weights of a key.
+    /// Returns a pointer to the weights of a key, one for each of the `r` query rows.
     #[inline(always)]
     fn weights_of(&self, r: usize, key: usize) -> *const f32 {
         self.products.scores_or_weights.wrapping_add((key - self.products.keys.start) * r).cast_const()

@@ -98,7 +98,7 @@ pub(super) enum ViewKind {
 }
 
 impl ViewKind {
-    /// Returns the gradient of the other tensor from the gradient of the view.
+    /// Returns the gradient of the tensor of which the view was made, from the gradient of the view.
     fn undo(&self, gradient: &Tensor) -> Result<Tensor> {
         match self {
             Self::Reshaped { from } => gradient.reshape(from),
