@@ -26,7 +26,7 @@ pub struct CiProgram {
 pub struct CiKernel {
     /// The name in the source.
     pub name: &'static str,
-    /// The threads of a block.
+    /// The number of threads of a block.
     pub threads: usize,
     /// The dynamic shared memory of a block.
     pub shared_bytes: usize,

@@ -7,7 +7,7 @@ use crate::kernel_struct::StructDefinition;
 pub struct Define {
     /// The name of the macro.
     pub name: &'static str,
-    /// Its value.
+    /// The value of the macro.
     pub value: i64,
 }
 

@@ -72,7 +72,7 @@ impl Alignment {
     pub const FULL: Self = Self { rows: true, bias: true, boolean_mask: true };
 }
 
-/// Returns the columns of a tile for rows of `dim` elements: matrices of 16.
+/// Returns the number of columns of a tile for rows of `dim` elements: matrices of 16.
 fn columns(dim: usize) -> usize {
     dim.next_multiple_of(16)
 }
@@ -189,27 +189,27 @@ impl Specialization {
         ]
     }
 
-    /// Returns the columns of tiles of queries and keys.
+    /// Returns the number of columns of tiles of queries and keys.
     pub fn head_columns(&self) -> usize {
         columns(self.head_dim)
     }
 
-    /// Returns the columns of tiles of values.
+    /// Returns the number of columns of tiles of values.
     pub fn value_columns(&self) -> usize {
         columns(self.value_dim)
     }
 
-    /// Returns the bytes from row to row of queries or keys in shared memory.
+    /// Returns the number of bytes from row to row of queries or keys in shared memory.
     pub fn head_pitch(&self) -> usize {
         self.head_columns() * self.element.bytes() + self.row_padding()
     }
 
-    /// Returns the bytes from row to row of values in shared memory.
+    /// Returns the number of bytes from row to row of values in shared memory.
     pub fn value_pitch(&self) -> usize {
         self.value_columns() * self.element.bytes() + self.row_padding()
     }
 
-    /// Returns the bytes behind a row, which keep rows that are read together in different banks.
+    /// Returns the number of bytes behind a row, which keep rows that are read together in different banks.
     pub fn row_padding(&self) -> usize {
         if self.element == ElementType::F32 { 32 } else { 16 }
     }

@@ -11,7 +11,7 @@ use std::path::Path;
 pub(crate) enum FileProblem {
     /// Somebody else can have written it: the sentence says what was found.
     NotPrivate(String),
-    /// It cannot be read or written.
+    /// The file or folder cannot be read or written.
     Io(io::Error),
 }
 

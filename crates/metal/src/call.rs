@@ -144,12 +144,12 @@ impl MetalAttention {
         MetalTile::of(columns, self.call().q.dtype().size_in_bytes())
     }
 
-    /// Returns the pairs of a query and a head that share a key head.
+    /// Returns the number of pairs of a query and a head that share a key head.
     fn decode_rows(&self) -> usize {
         self.longest_queries * self.call().dims.group()
     }
 
-    /// Returns the threadgroups of the decode kernel for each part of the keys.
+    /// Returns the number of threadgroups of the decode kernel for each part of the keys.
     fn decode_groups(&self) -> usize {
         self.decode_rows().div_ceil(DECODE_ROWS) * self.call().dims.h_kv * self.sequences
     }
@@ -163,7 +163,7 @@ impl MetalAttention {
         MetalKernel::Decode { splits: ENOUGH_GROUPS.div_ceil(self.decode_groups()).min(most) }
     }
 
-    /// Returns the threadgroups of the first launch.
+    /// Returns the number of threadgroups of the first launch.
     fn groups(&self, tile: &MetalTile, kernel: MetalKernel) -> usize {
         match kernel {
             MetalKernel::Forward => self.longest_queries.div_ceil(tile.queries()) * self.call().dims.h * self.sequences,

@@ -12,7 +12,7 @@ pub(crate) struct MetalLaunch {
     pub defines: Vec<Define>,
     /// The number of threadgroups.
     pub groups: usize,
-    /// The threads of a threadgroup.
+    /// The number of threads of a threadgroup.
     pub threads: usize,
     /// The bytes of threadgroup memory.
     pub shared_bytes: usize,

@@ -30,7 +30,7 @@ pub(crate) struct TileColumns {
 pub(crate) struct MetalTile {
     columns: TileColumns,
     element_bytes: usize,
-    /// The keys of a tile.
+    /// The number of keys of a tile.
     keys: usize,
 }
 
@@ -41,22 +41,22 @@ impl MetalTile {
         if tile.decode_shared_bytes() <= MOST_SHARED_BYTES { tile } else { Self { keys: 16, ..tile } }
     }
 
-    /// Returns the queries of a threadgroup.
+    /// Returns the number of queries of a threadgroup.
     pub fn queries(&self) -> usize {
         8 * SIMDGROUPS
     }
 
-    /// Returns the threads of a threadgroup.
+    /// Returns the number of threads of a threadgroup.
     pub fn threads(&self) -> usize {
         32 * SIMDGROUPS
     }
 
-    /// Returns the bytes of threadgroup memory.
+    /// Returns the number of bytes of threadgroup memory.
     pub fn shared_bytes(&self) -> usize {
         self.answers_at() + 4 * SIMDGROUPS
     }
 
-    /// Returns the elements from row to row of a tile with some columns.
+    /// Returns the number of elements from row to row of a tile with some columns.
     fn pitch(&self, columns: usize) -> usize {
         columns + ROW_PADDING / self.element_bytes
     }
@@ -71,7 +71,7 @@ impl MetalTile {
         self.intervals_at() + 8 * SIMDGROUPS
     }
 
-    /// Returns the keys of a tile.
+    /// Returns the number of keys of a tile.
     pub fn keys(&self) -> usize {
         self.keys
     }
@@ -81,7 +81,7 @@ impl MetalTile {
         self.shared_bytes()
     }
 
-    /// Returns the bytes of threadgroup memory of the decode kernel.
+    /// Returns the number of bytes of threadgroup memory of the decode kernel.
     pub fn decode_shared_bytes(&self) -> usize {
         self.decode_sums_at() + SIMDGROUPS * DECODE_ROWS * 8
     }

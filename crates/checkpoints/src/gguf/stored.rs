@@ -68,7 +68,7 @@ impl StoredTensor {
         }
     }
 
-    /// Returns the bytes of a row.
+    /// Returns the number of bytes of a row.
     fn row_bytes(&self) -> usize {
         self.columns() / self.kind.block * self.kind.bytes
     }

@@ -18,7 +18,7 @@ use super::settings::HubSettings;
 const XET_PATIENCE: u32 = 5;
 /// The file name, the bar, the bytes, the speed and the time left.
 const BAR: &str = "{msg}  {wide_bar}  {bytes}/{total_bytes}  {bytes_per_sec}  {eta}";
-/// As above, for a file whose size the server does not tell.
+/// The parts of [`BAR`] that are known for a file whose size the server does not tell.
 const NO_SIZE: &str = "{msg}  {bytes}  {bytes_per_sec}";
 
 /// A message from the thread of a request.

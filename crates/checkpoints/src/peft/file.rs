@@ -15,11 +15,11 @@ pub(super) struct FileTensors {
     pub is_whole_model: bool,
 }
 
-/// A tensor of the file.
+/// The two names of a tensor of the file.
 struct Named<'a> {
-    /// Its name in the file.
+    /// The name of the tensor in the file.
     stored: &'a str,
-    /// The name in the model of what it belongs to.
+    /// The name of its layer or parameter in the model.
     own: &'a str,
 }
 

@@ -174,7 +174,7 @@ impl AttentionCache {
         self.buffers.as_ref().map_or(0, KvBuffers::capacity)
     }
 
-    /// Returns the bytes of all buffers.
+    /// Returns the number of bytes of all buffers.
     pub fn memory(&self) -> usize {
         self.buffers.as_ref().map_or(0, KvBuffers::bytes)
     }

@@ -30,8 +30,8 @@ type ChooseKeys<'e> = Box<dyn Fn(&Tensor, AttentionMask) -> Result<AttentionMask
 /// The stored keys and values that one call attends to, with the call's own if it has some.
 pub(crate) struct CachedCall<'e> {
     pub(super) buffers: KvBuffers,
-    /// For each sequence, where its queries are located and which keys the buffers store: the first of them is in row
-    /// 0, unless there are sink tokens before them.
+    /// The placement of each sequence: the positions of its queries, and the keys that the buffers store. The first of
+    /// them is in row 0, unless there are sink tokens before them.
     pub(super) placements: Vec<Placement>,
     /// The dtype in which attention to floats is computed.
     pub(super) dtype: DType,

@@ -309,7 +309,7 @@ impl KvBuffers {
         KvShapes { keys: shape(&self.keys), values }
     }
 
-    /// Returns the bytes of all buffers.
+    /// Returns the number of bytes of all buffers.
     pub fn bytes(&self) -> usize {
         self.tensors().map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
     }

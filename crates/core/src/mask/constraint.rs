@@ -16,11 +16,11 @@ use candle_attention_modules::base::check_entries;
 pub(super) enum Constraint {
     /// Allows keys by their distance from the query's position.
     Aligned(QueryAlignment, Reach),
-    /// Masks the keys at and past the length.
+    /// Masks the keys from the length of a sequence or query on.
     ValidLens(ValidLens),
-    /// Masks the keys before the start. Chunks count from it.
+    /// Masks the keys before the start of a sequence or query. Chunks count from it.
     Starts(ValidLens),
-    /// Masks the keys before the entry, as `Starts`. Chunks do not count from it.
+    /// Masks the keys before the first key of a sequence or query, as `Starts`, but chunks do not count from it.
     FirstKeys(ValidLens),
     /// Masks nothing: the columns of each sequence that are padding on the left by the tensors of the mask. Chunks
     /// count from the column after them.
@@ -30,7 +30,7 @@ pub(super) enum Constraint {
     Prefix(ValidLens),
     /// Masks nothing: the tokenizer's attention mask that other constraints were made from.
     Tokenized(Tokenized),
-    /// Masks nothing: an error wherever the mask is used.
+    /// Masks nothing. Every use of the mask returns this error.
     Wrong(String),
 }
 
@@ -39,7 +39,7 @@ pub(super) enum Constraint {
 pub(super) enum Reach {
     /// The query's own key, the keys before it, and the keys before the shortest prefix.
     Causal { prefix: Vec<ValidLens> },
-    /// From `left` keys before the query's own to `right` keys after it.
+    /// The keys from `left` keys before the query's own to `right` keys after it.
     Window { left: usize, right: usize },
     /// The keys in the query's chunk of this many positions, at least 1. The first chunk begins at the first key of the
     /// query's sequence.

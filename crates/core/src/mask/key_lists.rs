@@ -96,11 +96,11 @@ impl KeyLists {
 /// The queries of one sequence of a call, and the number of its keys.
 #[derive(Debug, Clone)]
 pub(crate) struct ListedSequence {
-    /// The index of its queries in the batch.
+    /// The index of the entry of the batch that contains the queries.
     pub b: usize,
-    /// Its queries in the batch entry.
+    /// The range of the queries in that entry.
     pub queries: Range<usize>,
-    /// The number of its keys.
+    /// The number of keys of the sequence.
     pub t_kv: usize,
 }
 

@@ -111,7 +111,7 @@ pub struct AttentionMask {
     fully_masked_rows: FullyMaskedRows,
 }
 
-/// Masks to begin with.
+/// Masks that other constraints can be added to.
 impl AttentionMask {
     /// Returns a mask that masks nothing: every query attends to every key.
     pub fn none() -> Self {

@@ -16,7 +16,7 @@ const MASK: &str = "the mask of the new tokens";
 /// Which new tokens of a call each of them attends to, and the positions of the tokens.
 #[derive(Debug, Clone)]
 pub(crate) struct NewTokenMask {
-    /// One for all sequences, or one for each.
+    /// One mask for all sequences, or one for each.
     sequences: Vec<SequenceMask>,
 }
 

@@ -85,7 +85,7 @@ impl KvPool {
         &self.config
     }
 
-    /// Returns the bytes of all pages.
+    /// Returns the number of bytes of all pages.
     pub fn memory(&self) -> usize {
         let values = (!self.config.is_latent).then_some(&self.values);
         let tensors = [&self.keys].into_iter().chain(values).flat_map(Buffer::tensors);

@@ -41,7 +41,7 @@ pub(super) fn bounded_keys(call: &Call) -> Result<BoundedKeys<Tensor>> {
     Ok(ranges)
 }
 
-/// Returns the ranges that bounds describe.
+/// Returns the keys within some bounds, without the lengths of packed sequences.
 fn of_bounds(bounds: KeyBounds, call: &Call) -> Result<BoundedKeys<Tensor>> {
     let device = call.attention.q.device();
     let by_sequence = |entries: Option<Vec<i32>>| -> Result<Option<Tensor>> {
@@ -68,7 +68,7 @@ fn of_bounds(bounds: KeyBounds, call: &Call) -> Result<BoundedKeys<Tensor>> {
     })
 }
 
-/// Returns the ranges as a start and an end for each query.
+/// Returns the keys within a start and an end for each query.
 fn of_rows(rows: &RowRanges, call: &Call) -> Result<BoundedKeys<Tensor>> {
     let device = call.attention.q.device();
     let positions = match &call.attention.scores.alibi_slopes {

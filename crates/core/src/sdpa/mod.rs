@@ -2,6 +2,11 @@
 //!
 //! A call is checked ([`call`]), a path is chosen ([`plan`]), and the path computes the requested results
 //! ([`run`]). The reference path ([`reference`]) is the specification; a fused path returns its numbers.
+//!
+//! A checked `Call` contains an `AttentionCall`, in which `MaskedKeys` describe the keys that each query attends to. A
+//! fused path makes another `AttentionCall` of it: the CPU kernels read slices and a range of keys for each query
+//! (`CpuCall`, `KeysOfQueries`), the CUDA kernels tensors of the device and bounds of the keys (`CudaCall`,
+//! `BoundedKeys`).
 
 mod bounded_keys;
 mod call;

@@ -113,7 +113,7 @@ pub(super) struct DeltaSizes {
 
 /// The chunks of the sequences of a call, on its device if the sequences are packed.
 pub(super) struct DeltaChunks {
-    /// The chunks of all sequences.
+    /// The number of chunks of all sequences.
     pub count: usize,
     /// The first token of each packed sequence, and the number of all; (N + 1,) i32.
     pub cumulative_tokens: Option<Tensor>,

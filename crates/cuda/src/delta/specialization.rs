@@ -28,10 +28,10 @@ pub(super) struct DeltaSpecialization {
     element: ElementType,
     d_k: usize,
     d_v: usize,
-    /// The tokens of a chunk.
+    /// The number of tokens of a chunk.
     pub chunk: usize,
     scan_warps: usize,
-    /// The chunks whose matrices a scan has in shared memory.
+    /// The number of chunks whose matrices a scan has in shared memory.
     scan_stages: usize,
     is_backward: bool,
 }
@@ -43,7 +43,7 @@ pub(super) struct DeltaGrid {
     pub sequences: usize,
     /// H.
     pub heads: usize,
-    /// The chunks of all sequences.
+    /// The number of chunks of all sequences.
     pub chunks: usize,
 }
 
@@ -220,33 +220,34 @@ impl DeltaSpecialization {
         forward.max(self.gradient_layout().size()).max(self.backward_step_layout().size())
     }
 
-    /// Returns the warps of a block of the kernel of the gradients of rows, of which each has 16 columns of keys.
+    /// Returns the number of warps of a block of the kernel of the gradients of rows, of which each has 16 columns of
+    /// keys.
     fn gradient_warps(&self) -> usize {
         (self.key_columns() / 16).max(4)
     }
 
-    /// Returns the bytes from row to row of D_k or D_v columns in shared memory: the rows of a fragment begin in
-    /// different banks.
+    /// Returns the number of bytes from row to row of D_k or D_v columns in shared memory: the rows of a fragment begin
+    /// in different banks.
     fn pitch(columns: usize) -> usize {
         (columns + 8) * 4
     }
 
-    /// Returns the bytes of the rows of a chunk of keys in shared memory.
+    /// Returns the number of bytes of the rows of a chunk of keys in shared memory.
     fn key_rows(&self) -> usize {
         self.chunk * Self::pitch(self.key_columns())
     }
 
-    /// Returns the bytes from row to row of keys or of values, the longer ones.
+    /// Returns the number of bytes from row to row of keys or of values, the longer ones.
     fn longest_pitch(&self) -> usize {
         Self::pitch(self.key_columns().max(self.value_columns()))
     }
 
-    /// Returns the bytes of a matrix (CHUNK, CHUNK) in shared memory.
+    /// Returns the number of bytes of a matrix (CHUNK, CHUNK) in shared memory.
     fn square(&self) -> usize {
         self.chunk * Self::pitch(self.chunk)
     }
 
-    /// Returns the bytes of the betas and of the row factors of a chunk.
+    /// Returns the number of bytes of the betas and of the row factors of a chunk.
     fn numbers(&self) -> usize {
         self.chunk * 12
     }

@@ -40,7 +40,7 @@ pub struct EmulatedLaunch<'a> {
     pub kernel: &'a str,
     /// The number of blocks.
     pub blocks: u64,
-    /// The threads of a block.
+    /// The number of threads of a block.
     pub threads: u32,
     /// The bytes of shared memory of a block.
     pub shared_bytes: u32,

@@ -21,7 +21,7 @@ pub unsafe trait KernelArguments: KernelStruct {}
 pub(crate) struct Launch {
     pub kernel: &'static str,
     pub grid: Grid,
-    /// The threads of a block.
+    /// The number of threads of a block.
     pub threads: usize,
     /// The bytes of shared memory of a block.
     pub shared_bytes: usize,

@@ -56,7 +56,8 @@ thread_local! {
     static ALLOCATED_BYTES: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Returns the bytes that calls of the current thread have allocated on the emulator, of results and of scratch.
+/// Returns the number of bytes that calls of the current thread have allocated on the emulator, of results and of
+/// scratch.
 #[cfg(feature = "emulator")]
 pub fn emulator_bytes_of_thread() -> usize {
     ALLOCATED_BYTES.get()
@@ -192,8 +193,8 @@ impl KernelDevice {
         }
     }
 
-    /// Checks that no earlier call failed to load a program, which `program` returns. It is called only if any program
-    /// has failed to load.
+    /// Checks that no earlier call failed to load the program that `program` returns. The closure is called only if
+    /// some program has failed to load.
     ///
     /// # Errors
     /// If it failed, and would not be tried again now.

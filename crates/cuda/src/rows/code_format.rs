@@ -66,7 +66,7 @@ impl CodeConstants {
         }
     }
 
-    /// Returns the columns of a chunk, whose codes a lane loads at once: CODE_CHUNK in the source.
+    /// Returns the number of columns of a chunk, whose codes a lane loads at once: CODE_CHUNK in the source.
     pub(super) fn chunk(&self) -> usize {
         columns_of_chunk(self.bits)
     }

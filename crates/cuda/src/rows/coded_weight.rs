@@ -76,7 +76,7 @@ pub struct HostCodes<'a> {
     pub outputs: usize,
     /// K.
     pub inputs: usize,
-    /// The bits of a code: 2, 3, 4, 5, 6 or 8.
+    /// The number of bits of a code: 2, 3, 4, 5, 6 or 8.
     pub bits: usize,
 }
 
@@ -140,7 +140,7 @@ impl CodedWeight {
         self.low.device()
     }
 
-    /// Returns the bytes of codes and scales on the device.
+    /// Returns the number of bytes of codes and scales on the device.
     pub fn memory(&self) -> usize {
         self.tensors().iter().map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
     }
@@ -297,7 +297,7 @@ impl CodedNumbers {
     }
 }
 
-/// Returns the columns of a chunk for codes of some bits: CODE_CHUNK in the source.
+/// Returns the number of columns of a chunk for codes of some bits: CODE_CHUNK in the source.
 pub(super) fn columns_of_chunk(bits: usize) -> usize {
     if bits == 8 { 16 } else { 32 }
 }

@@ -51,7 +51,7 @@ impl GateShape {
         RowsShape { d: self.gate_width, ..self.values }.dims()
     }
 
-    /// Returns the columns of a warp.
+    /// Returns the number of columns of a warp.
     fn columns(self) -> usize {
         let width = self.values.d;
         if self.gate_width == width { COLUMNS.min(width) } else { width }

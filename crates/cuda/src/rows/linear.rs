@@ -236,8 +236,8 @@ impl LinearShape {
     }
 }
 
-/// Returns the warps that share the columns of a product: more than one if there are few products, as long as each lane
-/// has one of the `loads` of a row of the weight.
+/// Returns the number of warps that share the columns of a product: more than one if there are few products, as long as
+/// each lane has one of the `loads` of a row of the weight.
 pub(super) fn product_warps(pairs: usize, loads: usize) -> usize {
     let mut warps = 1;
     while warps < LINEAR_WARPS && pairs * warps < ENOUGH_WARPS && 2 * warps * 32 <= loads {
@@ -246,7 +246,7 @@ pub(super) fn product_warps(pairs: usize, loads: usize) -> usize {
     warps
 }
 
-/// Returns the bytes of shared memory for the sums of up to `rows` rows, of which each warp has two.
+/// Returns the number of bytes of shared memory for the sums of up to `rows` rows, of which each warp has two.
 pub(super) fn sums_bytes(rows: usize) -> usize {
     LINEAR_WARPS * 2 * rows * 4
 }

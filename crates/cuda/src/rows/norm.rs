@@ -60,12 +60,12 @@ pub struct NormGradients {
     pub bias: Option<Tensor>,
 }
 
-/// Returns the warps that compute a row.
+/// Returns the number of warps that compute a row.
 fn row_warps(shape: RowsShape) -> usize {
     if shape.d <= WARP_WIDTH { 1 } else { ROW_NORM_WARPS }
 }
 
-/// Returns the parts of the rows that share a weight.
+/// Returns the number of parts of the rows that share a weight.
 fn weight_parts(shape: RowsShape, has_weights_of_heads: bool) -> usize {
     let rows = if has_weights_of_heads { shape.tokens() } else { shape.rows() };
     rows.div_ceil(PART_ROWS).min(MAX_PARTS)

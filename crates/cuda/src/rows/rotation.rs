@@ -48,7 +48,7 @@ pub(super) struct RotationShape {
     t: usize,
     h: usize,
     d: usize,
-    /// The rows of the tables of angles.
+    /// The number of rows of the tables of angles.
     angle_rows: usize,
     pairs: usize,
 }

@@ -243,7 +243,7 @@ impl BackwardTile {
         matches!(self.queries, QueryGradient::Fused { .. })
     }
 
-    /// Returns the keys of a block.
+    /// Returns the number of keys of a block.
     pub fn key_block(&self) -> usize {
         self.keys.warps / self.keys.warps_per_keys * self.keys.row_tiles * 16
     }
@@ -256,7 +256,7 @@ impl BackwardTile {
         layout
     }
 
-    /// Returns the bytes from row to row of scores or of their gradients in shared memory.
+    /// Returns the number of bytes from row to row of scores or of their gradients in shared memory.
     fn score_pitch(&self, specialization: &Specialization) -> usize {
         self.keys.queries * specialization.element.bytes() + specialization.row_padding()
     }
@@ -272,7 +272,7 @@ impl BackwardTile {
         specialization.gradients.relative_bias && specialization.has_product_derivative()
     }
 
-    /// Returns the bytes of the statistics, the deltas and the intervals of a tile of queries.
+    /// Returns the number of bytes of the statistics, the deltas and the intervals of a tile of queries.
     fn statistics_bytes(&self, specialization: &Specialization) -> usize {
         self.keys.queries * if specialization.has_natural_scores() { 20 } else { 16 }
     }
@@ -372,7 +372,7 @@ impl BackwardTile {
 }
 
 impl QueryTile {
-    /// Returns the queries of a block.
+    /// Returns the number of queries of a block.
     pub fn block(&self) -> usize {
         self.warps * self.row_tiles * 16
     }

@@ -58,7 +58,7 @@ impl DecodeTile {
         queries.div_ceil(DECODE_ROWS)
     }
 
-    /// Returns the columns of the output in registers. Codes are read four columns at a time.
+    /// Returns the number of columns of the output in registers. Codes are read four columns at a time.
     fn output_columns(specialization: &Specialization) -> usize {
         let columns = specialization.value_columns();
         if specialization.key_codes { columns.next_multiple_of(32) } else { columns }
@@ -102,7 +102,7 @@ impl DecodeTile {
         layout
     }
 
-    /// Returns the bytes of the shared memory of a block.
+    /// Returns the number of bytes of the shared memory of a block.
     fn shared_bytes(&self, specialization: &Specialization) -> usize {
         self.reading_layout(specialization).size().max(self.result_layout(specialization).size())
     }
@@ -121,7 +121,7 @@ impl DecodeTile {
         KernelShape { name: "attention_combine", threads: SMALL_BLOCK_THREADS, shared_bytes: 0 }
     }
 
-    /// Returns the blocks of the kernel that combines parts: a warp for each row of the output.
+    /// Returns the number of blocks of the kernel that combines parts: a warp for each row of the output.
     pub fn combine_blocks(rows: usize) -> usize {
         rows.div_ceil(SMALL_BLOCK_WARPS)
     }

@@ -35,7 +35,7 @@ impl ForwardLength {
     }
 }
 
-/// Narrow heads without a bias or a boolean mask.
+/// The tile for narrow heads without a bias or a boolean mask.
 const NARROW: ForwardTile = ForwardTile { warps: 4, row_tiles: 2, keys: 48, stages: 2, queries_in_registers: true };
 
 /// Tiles in the order in which they are tried if the faster ones do not fit.
@@ -125,17 +125,17 @@ impl ForwardTile {
         SMALLER.into_iter().filter(|tile| !is_f32 || tile.keys == 16).collect()
     }
 
-    /// Returns the queries of a block.
+    /// Returns the number of queries of a block.
     pub fn queries(&self) -> usize {
         self.warps * self.row_tiles * 16
     }
 
-    /// Returns the bytes from row to row of the bias in shared memory.
+    /// Returns the number of bytes from row to row of the bias in shared memory.
     fn bias_pitch(&self, specialization: &Specialization) -> usize {
         self.keys * specialization.bias_bytes() + 16
     }
 
-    /// Returns the bytes from row to row of the boolean mask in shared memory.
+    /// Returns the number of bytes from row to row of the boolean mask in shared memory.
     fn mask_pitch(&self) -> usize {
         self.keys + 16
     }
@@ -163,7 +163,7 @@ impl ForwardTile {
         layout
     }
 
-    /// Returns the bytes of the shared memory of a block.
+    /// Returns the number of bytes of the shared memory of a block.
     fn shared_bytes(&self, specialization: &Specialization) -> usize {
         self.shared_layout(specialization).size()
     }

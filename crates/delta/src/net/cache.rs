@@ -94,7 +94,7 @@ impl DeltaCache {
         self.len() == 0
     }
 
-    /// Returns the bytes of all stored tensors, snapshots and [drafts](Self::with_drafts) included.
+    /// Returns the number of bytes of all stored tensors, snapshots and [drafts](Self::with_drafts) included.
     pub fn memory(&self) -> usize {
         let tensors = self.states.iter().flat_map(|state| [&state.conv_inputs, &state.head_states]);
         tensors.chain(self.drafts.tensors()).map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()

@@ -61,7 +61,7 @@ pub(super) struct KeptTokens<'a> {
     pub sequence: usize,
     /// The number of first tokens that the sequence keeps.
     pub len: usize,
-    /// In increasing order, where n is the token at position `len + n`.
+    /// The later tokens that the sequence keeps, in increasing order: n is the token at position `len + n`.
     pub later: &'a [usize],
 }
 

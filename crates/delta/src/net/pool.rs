@@ -73,7 +73,7 @@ impl DeltaPool {
         })
     }
 
-    /// Returns the bytes of all states.
+    /// Returns the number of bytes of all states.
     pub fn memory(&self) -> usize {
         let tensors = [&self.conv_inputs, &self.head_states];
         tensors.iter().map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()

@@ -5,15 +5,15 @@ use std::sync::OnceLock;
 /// The size of the second cache where the system reports none.
 const USUAL: usize = 1 << 20;
 
-/// Returns the bytes of a core's second cache (L2), which tasks are split to fit: on Linux the size that the system
-/// reports for the first core, and 1 MB elsewhere. It is at least 256 KB and at most 2 MB, also where several cores
-/// share a larger cache (4 MB of four small cores, 16 MB of a cluster of Apple's).
+/// Returns the number of bytes of a core's second cache (L2), which tasks are split to fit: on Linux the size that the
+/// system reports for the first core, and 1 MB elsewhere. It is at least 256 KB and at most 2 MB, also where several
+/// cores share a larger cache (4 MB of four small cores, 16 MB of a cluster of Apple's).
 pub fn second_cache() -> usize {
     static BYTES: OnceLock<usize> = OnceLock::new();
     *BYTES.get_or_init(|| reported(2).unwrap_or(USUAL).clamp(256 << 10, 2 << 20))
 }
 
-/// Returns the bytes that Linux reports of the data cache of a level.
+/// Returns the number of bytes that Linux reports of the data cache of a level.
 fn reported(level: u32) -> Option<usize> {
     if cfg!(miri) {
         return None;

@@ -17,7 +17,8 @@ pub const GROUPS_BLOCK: usize = 64;
 /// The format of a weight of codes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct CodeFormat {
-    /// The bits of a stored code: 4, 5, 6 or 8. Codes of 5 and 6 bits are split into their lower 4 bits and the others.
+    /// The number of bits of a stored code: 4, 5, 6 or 8. Codes of 5 and 6 bits are split into their lower 4 bits and
+    /// the others.
     pub bits: usize,
     pub values: CodeValues,
     pub scales: ScaleFormat,
@@ -118,7 +119,7 @@ pub enum ScaleFormat {
 /// The format of scales by groups.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct GroupFormat {
-    /// The inputs that share a stored scale: 16, 32 or 64.
+    /// The number of inputs that share a stored scale: 16, 32 or 64.
     pub group: usize,
     pub scale: NumberFormat,
     pub offset: Offset,
@@ -188,12 +189,12 @@ impl GroupFormat {
         GROUPS_BLOCK / self.group
     }
 
-    /// Returns the bytes of the scales of one column of a block, which come before its minimums or zeros.
+    /// Returns the number of bytes of the scales of one column of a block, which come before its minimums or zeros.
     pub fn scale_bytes(self) -> usize {
         self.count() * self.scale.bytes()
     }
 
-    /// Returns the bytes of one column of a block that come before its codes.
+    /// Returns the number of bytes of one column of a block that come before its codes.
     pub fn bytes_before_codes(self) -> usize {
         match self.offset {
             Offset::None => self.scale_bytes(),
@@ -220,7 +221,7 @@ impl CodeFormat {
         }
     }
 
-    /// Returns the bytes of one column of a block that come before its codes.
+    /// Returns the number of bytes of one column of a block that come before its codes.
     pub fn bytes_before_codes(self) -> usize {
         let kinds = if self.values == CodeValues::Minimums { 2 } else { 1 };
         match self.scales {

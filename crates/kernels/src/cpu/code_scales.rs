@@ -52,8 +52,8 @@ impl BlockScales for HalfScales {
         if offset == OffsetKind::None { 2 } else { 4 }
     }
 
-    /// Returns the steps of one word: the scales are loaded again for each word. Products of one row are slower if the
-    /// scales of a block stay in registers.
+    /// Returns the number of steps of one word: the scales are loaded again for each word. Products of one row are
+    /// slower if the scales of a block stay in registers.
     #[inline(always)]
     fn group(_: &ColumnBlock, steps: usize) -> usize {
         steps

@@ -303,7 +303,7 @@ pub trait Columns {
         block.at
     }
 
-    /// Returns the steps of a block that share scales, a multiple of `STEPS`.
+    /// Returns the number of steps of a block that share scales, a multiple of `STEPS`.
     fn group(_block: &ColumnBlock) -> usize {
         Self::BLOCK
     }

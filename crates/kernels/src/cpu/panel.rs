@@ -80,7 +80,7 @@ impl Format {
         }
     }
 
-    /// Returns the bytes of one column of the steps that are stored together.
+    /// Returns the number of bytes of one column of the steps that are stored together.
     fn step_bytes(self) -> usize {
         match self {
             Self::F32 => size_of::<f32>(),
@@ -89,7 +89,7 @@ impl Format {
         }
     }
 
-    /// Returns the bytes of one column of a panel that exists in memory. The depth is a multiple of
+    /// Returns the number of bytes of one column of a panel that exists in memory. The depth is a multiple of
     /// [`step`](Self::step).
     pub fn bytes(self, depth: usize) -> usize {
         depth / self.step() * self.step_bytes()

@@ -21,14 +21,14 @@ pub(super) const MAX_HEADS: usize = 4;
 /// The division of a call into passes of tokens, panels of columns and heads of a task.
 #[derive(Clone, Copy)]
 pub(super) struct Tiling {
-    /// The tokens of a pass.
+    /// The number of tokens of a pass.
     pub tokens: usize,
     /// The largest number of passes of a block.
     passes: usize,
-    /// The columns of a panel.
+    /// The number of columns of a panel.
     pub panel: usize,
     pub panels: usize,
-    /// The heads of a task.
+    /// The number of heads of a task.
     pub heads: usize,
 }
 

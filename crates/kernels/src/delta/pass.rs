@@ -44,7 +44,7 @@ impl PanelAddress {
 pub(super) struct PanelUpdate<'a> {
     pub from: PanelAddress,
     pub to: PanelAddress,
-    /// The rows of the panel.
+    /// The number of rows of the panel.
     pub channels: usize,
     /// The chunk whose tokens write to the state.
     pub writing: &'a Chunk,

@@ -16,7 +16,7 @@ pub(super) const BLOCK: usize = 64;
 pub(super) struct DeltaTokenRows {
     tokens: usize,
     pub width: usize,
-    /// The words of a row of values: D_v, and zeros up to a whole panel.
+    /// The number of words of a row of values: D_v, and zeros up to a whole panel.
     pub value_width: usize,
     pub q: Scratch,
     pub k: Scratch,

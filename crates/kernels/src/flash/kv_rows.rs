@@ -293,7 +293,7 @@ impl<S: Stored> KvRun<S> {
 pub(super) struct KvHeadRows<'a, S> {
     matrix: &'a KvMatrix<'a, S>,
     kv: KvHead,
-    /// The numbers in a row.
+    /// The number of numbers in a row: D or D_v.
     pub width: usize,
     pub keys: Range<usize>,
     finite: OnceCell<bool>,

@@ -43,8 +43,9 @@ impl PackedWidth {
     }
 }
 
-/// Returns the words from one group of packed columns to the next: a cache line more than a block of keys has, since
-/// groups a power of two apart would share a set of the first cache, where each row is written to all of them.
+/// Returns the number of words from one group of packed columns to the next: a cache line more than a block of keys
+/// has, since groups a power of two apart would share a set of the first cache, where each row is written to all of
+/// them.
 pub(super) const fn column_group(layout: Layout) -> usize {
     layout.rows * layout.block + 16
 }

@@ -19,7 +19,7 @@ pub(super) struct TileScores<'a> {
     pub tile: &'a Tile,
     pub units: ScoreUnits,
     pub keys: Range<usize>,
-    /// The rows of the panel: one for each key, or fewer in a narrow tile, whose rows have several keys each.
+    /// The number of rows of the panel: one for each key, or fewer in a narrow tile, whose rows have several keys each.
     pub rows: usize,
     /// Whether some of the keys are masked for some query, or the last row has columns of keys beyond them.
     pub is_masked: bool,

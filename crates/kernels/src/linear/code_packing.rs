@@ -80,7 +80,7 @@ enum Offsets<'a> {
     None,
     Minimums(Scales<'a>),
     Zeros(&'a [f32]),
-    /// One zero for all groups.
+    /// One zero, which all groups share.
     Zero(u8),
 }
 
@@ -279,8 +279,8 @@ fn middle(bits: usize) -> u8 {
     1 << (bits - 1)
 }
 
-/// Returns the inputs that share a stored scale: the most of 64, 32 and 16 that divide the group, or 64 for a scale of
-/// a whole output of another length; `None` for other groups.
+/// Returns the number of inputs that share a stored scale: the most of 64, 32 and 16 that divide the group, or 64 for a
+/// scale of a whole output of another length; `None` for other groups.
 fn stored_group(group: usize, inputs: usize) -> Option<usize> {
     let divisor = [64, 32, 16].into_iter().find(|&stored| group.is_multiple_of(stored));
     divisor.or((group == inputs).then_some(GROUPS_BLOCK))

@@ -31,7 +31,7 @@ const LARGEST_EXACT_SCALE: u8 = 63;
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Codes<'a> {
-    /// The bits of a code: 2 to 6, or 8.
+    /// The number of bits of a code: 2 to 6, or 8.
     pub bits: usize,
     /// The codes, (out, in), each below 2^bits.
     pub codes: &'a [u8],

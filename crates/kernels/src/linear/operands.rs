@@ -183,7 +183,7 @@ impl<X> Right<'_, X> {
         }
     }
 
-    /// Returns the columns of a panel.
+    /// Returns the number of columns of a panel.
     pub(super) fn panel<K: Kernel>(&self) -> usize {
         match self {
             Self::Weight { weight, .. } => weight.panel,
@@ -216,7 +216,7 @@ impl<X> Right<'_, X> {
         }
     }
 
-    /// Returns the bytes that a product reads.
+    /// Returns the number of bytes that a product reads.
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Weight { weight, outputs } | Self::Transposed { weight, outputs } => weight.bytes(outputs.len()),

@@ -16,9 +16,9 @@ use crate::number::Number;
 /// The shape of a weight, (out, in).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WeightShape {
-    /// The rows of the weight.
+    /// The number of rows of the weight.
     pub outputs: usize,
-    /// The columns of the weight.
+    /// The number of columns of the weight.
     pub inputs: usize,
 }
 
@@ -48,7 +48,7 @@ pub struct PackedWeight {
     pub(super) outputs: usize,
     /// The outputs of a panel. The last panel is filled up with zeros.
     pub(super) panel: usize,
-    /// The inputs of a panel. The last ones are zeros where a product takes more inputs than the weight has.
+    /// The number of inputs of a panel. The last ones are zeros where a product takes more inputs than the weight has.
     pub(super) padded: usize,
 }
 
@@ -59,7 +59,7 @@ impl fmt::Debug for PackedWeight {
 }
 
 impl PackedWeight {
-    /// Returns the bytes of the weight in memory.
+    /// Returns the number of bytes of the weight in memory.
     pub fn memory(&self) -> usize {
         size_of_val(self.words.words())
     }
@@ -99,7 +99,7 @@ impl PackedWeight {
             && self.instruction_set == other.instruction_set
     }
 
-    /// Returns the bytes of some outputs.
+    /// Returns the number of bytes of some outputs.
     pub(super) fn bytes(&self, outputs: usize) -> usize {
         outputs * self.format.bytes(self.padded)
     }
@@ -218,7 +218,7 @@ struct Widen<'a> {
     inputs: Range<usize>,
     /// The memory for the copy: a row of the columns for each input.
     to: *mut f32,
-    /// The words from one row of the copy to the next.
+    /// The number of words from one row of the copy to the next.
     stride: usize,
 }
 

@@ -23,7 +23,7 @@ pub struct FirstUseCase {
 /// A result or a gradient of a case.
 #[derive(Debug, Clone)]
 pub struct ComparedResult {
-    /// Its name.
+    /// The name of the result.
     pub name: &'static str,
     /// The numbers of the kernels.
     pub found: Tensor,

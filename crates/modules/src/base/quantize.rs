@@ -51,7 +51,7 @@ pub enum QuantizationFormat {
     /// number is off by half a scale at most, 1/30 of the distance from the least to the largest number of its group,
     /// and by the rounding of the two numbers to f16.
     Int4 {
-        /// The inputs that share a scale: 32, 64 or 128.
+        /// The number of inputs that share a scale: 32, 64 or 128.
         group: usize,
     },
     /// 4 bits, the nearest of 16 quantiles of the normal distribution times the largest magnitude of 64 neighbouring

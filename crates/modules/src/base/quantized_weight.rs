@@ -18,7 +18,7 @@ pub struct QuantizedWeight {
     pub outputs: usize,
     /// The number of inputs.
     pub inputs: usize,
-    /// The bits of a code: 2, 3, 4, 5, 6 or 8.
+    /// The number of bits of a code: 2, 3, 4, 5, 6 or 8.
     pub bits: usize,
     /// The codes (out, in), one byte each, below 2^bits.
     pub codes: Vec<u8>,

@@ -38,7 +38,7 @@ enum GgmlForm {
 
 #[derive(Debug)]
 struct GgmlCodes {
-    /// The bits of a code.
+    /// The number of bits of a code.
     bits: usize,
     /// The numbers that share a scale.
     group: usize,

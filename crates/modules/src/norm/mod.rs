@@ -34,7 +34,7 @@ pub struct NormSpec {
     pub heads: Heads,
     /// The number of heads.
     pub count: usize,
-    /// The entries of each head.
+    /// The number of entries of each head.
     pub width: usize,
 }
 

@@ -42,7 +42,7 @@ pub(super) struct ScaleGrid {
     rows: usize,
     pub columns: usize,
     block: ScaleBlock,
-    /// The rows of the grid of a matrix.
+    /// The number of rows of the grid of a matrix.
     grid_rows: usize,
     grid_columns: usize,
 }

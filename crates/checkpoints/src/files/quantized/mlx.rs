@@ -56,7 +56,7 @@ impl Mode {
         }
     }
 
-    /// Returns the bits of codes where the config does not say them.
+    /// Returns the number of bits of codes where the config does not name it.
     fn usual_bits(self) -> u64 {
         if self == Self::Mxfp8 { 8 } else { 4 }
     }

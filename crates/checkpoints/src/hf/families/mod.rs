@@ -330,7 +330,7 @@ columns! {
 pub(super) enum Scale {
     Fixed(f64),
     Field(Number),
-    /// One by the root of a field.
+    /// 1 over the root of a field.
     RootOf(Number),
     /// The usual one, unless this field has another.
     UsualOr(&'static str),

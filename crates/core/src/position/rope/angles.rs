@@ -73,9 +73,9 @@ impl Angles {
 /// The angles of one config and width of heads. Shared between layers and threads.
 #[derive(Debug, Default)]
 pub(super) struct Tables {
-    /// For calls within the original context, and beyond it.
+    /// The angles of successive positions: for calls within the original context, and for calls beyond it.
     regular: [RwLock<Arc<Angles>>; 2],
-    /// For positions outside of the tables, axis by axis.
+    /// The angles of the latest positions outside of these tables, axis by axis.
     latest: Latest<CallOnAxes, Arc<Angles>>,
 }
 

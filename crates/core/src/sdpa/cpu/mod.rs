@@ -135,7 +135,8 @@ fn public_error(call: &Call, error: candle_attention_kernels::Error) -> Error {
     Error::msg(format!("[{}] {error}", call.op))
 }
 
-/// Runs the kernel on a call whose tensors are prepared for it, and returns the requested results without gradients.
+/// Runs the kernel on a call whose tensors are prepared for it, and returns the requested results as numbers, which are
+/// no part of Candle's graph yet.
 pub(super) fn computed<E: TensorElement>(
     call: &Call,
     instruction_set: InstructionSet,

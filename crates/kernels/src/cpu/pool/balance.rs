@@ -25,7 +25,7 @@ const TRIAL: Duration = Duration::from_millis(200);
 /// One call with helpers, as it went.
 pub(super) struct Outcome {
     pub pieces: usize,
-    /// The pieces that the calling thread ran.
+    /// The number of pieces that the calling thread ran.
     pub own_pieces: usize,
     /// The time that the calling thread took for its pieces.
     pub own_time: Duration,

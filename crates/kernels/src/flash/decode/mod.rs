@@ -321,7 +321,7 @@ struct WidenQueries<'a, 'b, E> {
     q: &'a Strided<'b, E, 3>,
     inputs: &'a CheckedCall<'b>,
     kv: &'a KvHead,
-    /// Takes a row for each.
+    /// The destination: a row for each query row.
     queries: *mut f32,
 }
 

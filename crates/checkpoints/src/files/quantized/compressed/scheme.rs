@@ -7,7 +7,7 @@ use serde_json::Value;
 /// How the weight of a layer is quantised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Scheme {
-    /// The bits of a code.
+    /// The number of bits of a code.
     pub bits: usize,
     /// The number of inputs of a group, if the config has it.
     pub group: Option<usize>,
