@@ -52,7 +52,7 @@ pub struct ConstantDefinition {
     pub value: i64,
 }
 
-/// The declaration of a struct. Two with the same name are the same.
+/// The declaration of a struct. Declarations with the same name are equal.
 #[derive(Debug, Clone, Copy)]
 pub struct StructDefinition {
     /// The lines of the documentation.
@@ -63,7 +63,7 @@ pub struct StructDefinition {
     pub fields: &'static [FieldDefinition],
     /// The constants that the struct's header defines besides.
     pub constants: &'static [ConstantDefinition],
-    /// The size.
+    /// The size of the struct.
     pub bytes: usize,
 }
 

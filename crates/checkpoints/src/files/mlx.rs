@@ -97,12 +97,12 @@ pub(super) fn undo(entries: &mut BTreeMap<String, StoredEntry>, files: &BTreeSet
     Origin { is_of_mlx: true, norms_as_in_pytorch: norms != Norms::Unknown }
 }
 
-/// The orders in which a checkpoint stores the weights of convolutions next to recurrences.
+/// The orders of dimensions in which a checkpoint stores the weights of convolutions next to recurrences.
 #[derive(Default)]
 struct Orders {
-    /// (C, K, 1).
+    /// Whether some weight is (C, K, 1).
     of_mlx: bool,
-    /// (C, 1, K).
+    /// Whether some weight is (C, 1, K).
     of_pytorch: bool,
 }
 

@@ -90,8 +90,8 @@ impl Adapter {
         Ok(())
     }
 
-    /// Checks that the adapter has nothing for a layer because its options exclude the layer: the adapter changes the
-    /// same modules of another layer.
+    /// Checks that an adapter without matrices for a layer excludes the layer by its options. Then it changes the same
+    /// modules of another layer; otherwise the names of the layer are wrong.
     pub(super) fn check_excluded(&self, target: &Target) -> Result<()> {
         if let Some(file) = &self.tensors.file
             && file.has_matrices_in_a_layer(target.module)

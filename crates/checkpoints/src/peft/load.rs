@@ -349,7 +349,8 @@ fn lost<T>(missing: &str, found: &str) -> Result<T> {
     bail!("[{OP}] {missing} is missing, the adapter has {found} alone")
 }
 
-/// Returns the error of an adapter, one of several, that has another value of what all sequences of a batch share.
+/// Returns the error of an adapter that has another `what` than the adapters of other sequences of a batch, although
+/// all sequences share it.
 pub(super) fn shared_by_sequences(adapter: &str, what: &str) -> Result<()> {
     bail!(
         "[{OP}] the adapter {adapter:?} has another {what}, which sequences of a batch share, expected low-rank \

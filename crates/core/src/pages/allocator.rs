@@ -45,7 +45,7 @@ impl Allocator {
         self.blank.len() + self.found.len()
     }
 
-    /// Returns the number of free pages that are still found by their tokens.
+    /// Returns the number of free pages whose keys are kept, and can be found by their tokens.
     pub fn found(&self) -> usize {
         self.found.len()
     }

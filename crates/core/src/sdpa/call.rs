@@ -291,7 +291,8 @@ fn expanded(tensor: &Tensor, b: usize) -> Result<Tensor> {
     if tensor_b == b { Ok(tensor.clone()) } else { tensor.broadcast_as((b, h_kv, t, d)) }
 }
 
-/// Returns a view of (B, H, T, ..) whose dimensions are in the order of a layout, and the other way round.
+/// Returns a view of a tensor (B, H, T, ..) with its dimensions in the order of a layout, or a view (B, H, T, ..) of a
+/// tensor in that order.
 pub(super) fn swapped_for(layout: OutputLayout, xs: Tensor) -> Result<Tensor> {
     match layout {
         OutputLayout::Bhtd => Ok(xs),

@@ -138,7 +138,7 @@ impl DeltaSpecialization {
         layout
     }
 
-    /// Returns the numbers of the tile of a chunk and head.
+    /// Returns how many numbers the tile of a chunk and head has.
     pub fn tile_len(&self) -> usize {
         self.tile_layout().size()
     }

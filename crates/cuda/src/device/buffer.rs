@@ -19,7 +19,7 @@ impl DeviceBuffer {
         &mut self.storage
     }
 
-    /// Returns the memory as Candle's.
+    /// Returns the memory as a storage of Candle.
     pub fn into_storage(self) -> Storage {
         self.storage
     }

@@ -27,7 +27,7 @@ pub struct Region {
     pub name: &'static str,
     /// The address of the first byte.
     pub address: u64,
-    /// The size.
+    /// The number of bytes.
     pub bytes: usize,
     /// Whether kernels may only read it.
     pub is_input: bool,

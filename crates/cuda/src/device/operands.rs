@@ -198,7 +198,7 @@ pub fn check_dtype<T: Pointee>(name: &str, dtype: DType) -> Result<()> {
 pub struct CpuMemory {
     /// The address of the first byte.
     pub address: u64,
-    /// The size.
+    /// The number of bytes.
     pub bytes: usize,
 }
 

@@ -175,7 +175,7 @@ impl<E> DeltaProblem<'_, E> {
 pub(super) struct ExcessDecay(AtomicU32);
 
 impl ExcessDecay {
-    /// Returns a decay above the bound, and 0 otherwise.
+    /// Returns the decay if it is above the bound, and 0 otherwise.
     #[inline(always)]
     pub fn excess(decay: f32) -> f32 {
         if decay > MAX_DECAY { decay } else { 0.0 }

@@ -15,7 +15,7 @@ pub(super) fn tq2_0(block: &[u8], to: &mut Unpacked) {
     to.halves.push(half(scale, 0));
 }
 
-/// Appends a block of bytes with 5 numbers of base 3, of bytes with 4 such numbers, and the scale.
+/// Appends a block: 48 bytes of 5 digits of base 3 each, 4 bytes of 4 digits each, and the scale.
 pub(super) fn tq1_0(block: &[u8], to: &mut Unpacked) {
     append_digits(&block[..32], 5, &mut to.codes);
     append_digits(&block[32..48], 5, &mut to.codes);

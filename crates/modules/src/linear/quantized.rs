@@ -131,7 +131,7 @@ impl PackedLinear {
     }
 }
 
-/// Packs a weight from its blocks in a GGUF file; `None` where the kernels would not have the bits of its numbers.
+/// Packs a weight from its blocks in a GGUF file; `None` if no format of the kernels has its numbers to the bit.
 fn pack_blocks(kind: &GgmlType, blocks: &[u8], shape: WeightShape) -> Result<Option<PackedWeight>> {
     kind.check_blocks(blocks, shape.outputs, shape.inputs)?;
     let row = blocks.len() / shape.outputs.max(1);

@@ -12,8 +12,9 @@ impl ScaleBlock {
         [outputs.div_ceil(self.rows), inputs.div_ceil(self.columns)]
     }
 
-    /// Returns the blocks of scales of some shape: one scale, one for each output, or one for each group of the inputs
-    /// of an output. `None` for another shape. `group` is the size of groups, if it is known.
+    /// Returns the size of the blocks that share a scale, from the shape of the scales: one scale, one for each output,
+    /// or one for each group of the inputs of an output. `None` for another shape. `group` is the size of groups, if it
+    /// is known.
     pub(super) fn of_shape(outputs: usize, inputs: usize, scale: &[usize], group: Option<usize>) -> Option<Self> {
         match *scale {
             [] | [1] | [1, 1] => Some(Self { rows: outputs, columns: inputs }),
@@ -27,7 +28,7 @@ impl ScaleBlock {
         }
     }
 
-    /// Returns the numbers of each group of each output. `numbers` are of the blocks.
+    /// Returns the number of each group of each output, from one number for each block, in rows of `columns`.
     pub(super) fn numbers(
         self,
         outputs: usize,

@@ -39,7 +39,7 @@ impl ImageAxis {
     }
 }
 
-/// Returns the parameters.
+/// Returns the parameters of the term: a table of vectors for each axis.
 pub(super) fn specs(image: Image, layer: &LayerSpecs) -> Vec<ParameterSpec> {
     vec![
         layer.shared(HEIGHT, &[2 * image.rows - 1, layer.head_dim], zeros()),
