@@ -143,7 +143,8 @@ pub(super) fn scale_yarn(metadata: &Metadata, fields: &mut ConfigFields, factor:
     Ok(())
 }
 
-/// Sets the family of a file of latent attention by the function that chooses experts: V3 has sigmoids.
+/// Sets the fields of a file of latent attention. A file whose experts are chosen by a softmax is DeepSeek V2, and V3
+/// otherwise.
 pub(super) fn deepseek2(metadata: &Metadata, fields: &mut ConfigFields) -> Result<()> {
     const SOFTMAX: usize = 1;
     if metadata.size("expert_gating_func")? == Some(SOFTMAX) {

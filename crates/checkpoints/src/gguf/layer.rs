@@ -96,7 +96,7 @@ struct FileRows {
 
 /// The rows of this rank's heads in a tensor.
 enum Rows {
-    /// The rows of one projection after the other.
+    /// A range of rows for each projection: first all rows of one projection, then all rows of the next.
     ByProjection(Vec<Range<usize>>),
     /// For each head, the rows of its queries and then the rows of its gate.
     ByHead { heads: Range<usize>, width: usize, gate_width: usize },

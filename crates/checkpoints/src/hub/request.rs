@@ -23,13 +23,13 @@ const NO_SIZE: &str = "{msg}  {bytes}  {bytes_per_sec}";
 
 /// A message from the thread of a request.
 enum Message<T> {
-    /// The transfer begins. The number is that of its bytes, or 0 where the server does not tell.
+    /// The transfer begins, with its number of bytes, or 0 where the server does not tell.
     Start(u64),
     /// The progress of the transfer.
     Bytes {
         /// The number of bytes that have arrived.
         bytes: u64,
-        /// Whether they came from xet storage.
+        /// Whether the bytes came from xet storage.
         is_xet: bool,
     },
     Done(HFResult<T>),

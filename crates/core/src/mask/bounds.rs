@@ -208,14 +208,14 @@ impl SequenceBounds {
         Some(())
     }
 
-    /// Adds the first key that query 0 of `t_q` queries attends to.
+    /// Adds a bound that moves with the query: `key` is the first key that query 0 of `t_q` queries attends to.
     fn add_window_start(&mut self, key: i128, t_q: usize) {
         if self.window_start.is_none_or(|other| other.key < key) {
             self.window_start = Some(WindowBound { key, masks_keys: key + t_q as i128 > 1 });
         }
     }
 
-    /// Adds the first key after the keys of `t_kv` that query 0 attends to.
+    /// Adds a bound that moves with the query: `key` is the first key after those that query 0 attends to, of `t_kv`.
     fn add_window_end(&mut self, key: i128, t_kv: usize) {
         if self.window_end.is_none_or(|other| other.key > key) {
             self.window_end = Some(WindowBound { key, masks_keys: key < t_kv as i128 });

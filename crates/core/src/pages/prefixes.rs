@@ -71,12 +71,12 @@ impl Prefixes {
         Self { by_hash: HashMap::new(), of_page: vec![None; pages] }
     }
 
-    /// Returns the prefix of a page, if it is found by its tokens.
+    /// Returns the prefix that ends with a page, if the page can be found by its tokens.
     pub fn of_page(&self, page: u32) -> Option<&Arc<Prefix>> {
         self.of_page[page as usize].as_ref()
     }
 
-    /// Returns whether a page is found by its tokens.
+    /// Returns whether a page can be found by its tokens.
     pub fn has(&self, page: u32) -> bool {
         self.of_page(page).is_some()
     }

@@ -53,7 +53,7 @@ impl fmt::Display for BackwardKernel {
     }
 }
 
-/// The kernel of a forward pass with its tile.
+/// The kernel of a forward pass with the tile that it is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ForwardChoice {
     Forward(ForwardTile),

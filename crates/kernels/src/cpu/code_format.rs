@@ -125,7 +125,7 @@ pub struct GroupFormat {
     pub offset: Offset,
 }
 
-/// The number of a group besides its scale.
+/// The format of the minimum or the zero of a group, which is stored besides its scale.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Offset {
     None,

@@ -14,11 +14,11 @@ pub(super) struct Chain {
     step: usize,
 }
 
-/// The task is done.
+/// The progress of a task that is done.
 const DONE: usize = usize::MAX - 1;
-/// The task and all before it in its chain are done.
+/// The progress of a task that is done, like all tasks before it in its chain.
 const ALL_DONE: usize = usize::MAX;
-/// A thread that waits for longer yields.
+/// The number of rounds that a waiting thread spins before it yields.
 const SPINS: usize = 1 << 10;
 
 impl Chain {

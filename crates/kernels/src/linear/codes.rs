@@ -35,15 +35,16 @@ pub struct Codes<'a> {
     pub bits: usize,
     /// The codes, (out, in), each below 2^bits.
     pub codes: &'a [u8],
-    /// The neighbouring inputs that share a scale, a divisor of the inputs: all of them for a scale for each output.
+    /// The number of neighbouring inputs that share a scale. It divides the number of inputs, and equals it where each
+    /// output has one scale.
     pub group: usize,
-    /// The numbers of codes.
+    /// The meaning of a code as a number.
     pub values: Values<'a>,
     /// The scales, (out, in / group).
     pub scales: Scales<'a>,
 }
 
-/// The numbers of codes.
+/// The meaning of a code as a number.
 #[derive(Clone, Copy, Debug)]
 pub enum Values<'a> {
     /// `(code - 2^(bits - 1)) · scale`: codes on both sides of zero.

@@ -28,6 +28,7 @@ pub use tests::emulator_runs;
 /// A call that the CUDA kernels support, in the form that they read.
 pub(crate) struct CudaPath {
     attention: CudaAttention,
+    /// The kernel of the forward pass, for the plan and for the check at first use.
     kernel: ForwardKernel,
     /// Whether a seed of dropout is still to be drawn.
     draws_seed: bool,

@@ -141,8 +141,9 @@ impl BackwardSplit {
         let slopes =
             backward.requested.of.alibi_slopes.then(|| SharedPtr(unsafe { slope_sums.add(task * dims.group()) }));
         let modifiers = sums.modifier_gradients(backward, slopes);
-        let tiles = &self.tile_keys[kv.b * self.tiles..(kv.b + 1) * self.tiles];
-        run(BackwardWork::Keys(BackwardTask { memory, kv, keys, tiles, chain: &self.chain, index: task, modifiers }));
+        let tile_keys = &self.tile_keys[kv.b * self.tiles..(kv.b + 1) * self.tiles];
+        let chain = &self.chain;
+        run(BackwardWork::Keys(BackwardTask { memory, kv, keys, tile_keys, chain, index: task, modifiers }));
         if !sums.are_empty() {
             self.chain.wait_for_all(task);
             // SAFETY: no other task adds to the gradients now.

@@ -36,7 +36,7 @@ pub(super) struct BackwardTask<'a> {
     pub kv: KvHead,
     pub keys: Range<usize>,
     /// For each tile of the sequence, the smallest range that contains the keys that it attends to.
-    pub tiles: &'a [Range<usize>],
+    pub tile_keys: &'a [Range<usize>],
     pub chain: &'a Chain,
     /// The number of the task in the chain.
     pub index: usize,
@@ -83,7 +83,7 @@ impl BackwardTask<'_> {
     /// The processor has the instruction set of K; the memory was made for the call, and has the task's blocks.
     #[inline(always)]
     unsafe fn run<K: Kernel, E: Number>(self, backward: &BackwardCall<E>, keys_values: &KeysValues<E>) {
-        let Self { memory, kv, keys, tiles, chain, index, modifiers } = self;
+        let Self { memory, kv, keys, tile_keys, chain, index, modifiers } = self;
         let inputs = &backward.inputs;
         let units = inputs.options.units(K::IS_BF16);
         let AttentionDims { d, d_v, .. } = inputs.dims;
@@ -102,8 +102,8 @@ impl BackwardTask<'_> {
                 let v = KvHeadRows::new(&keys_values.v, kv, block_keys);
                 blocks.push(KeyBlock::new::<K>(k, v, memory, block_index));
             }
-            for (tile_index, tile_keys) in tiles.iter().enumerate() {
-                if tile_keys.start >= keys.end || tile_keys.end <= keys.start {
+            for (tile_index, attended) in tile_keys.iter().enumerate() {
+                if attended.start >= keys.end || attended.end <= keys.start {
                     continue;
                 }
                 chain.pass(index, tile_index);

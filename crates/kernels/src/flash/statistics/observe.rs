@@ -67,9 +67,9 @@ struct ScoredTile<'a, 'b> {
 
 /// The factors from scores to weights for each column, and the statistics so far.
 struct ColumnStatistics {
-    /// The numbers added to exponents.
+    /// The number that is added to the exponents of each column.
     shifts: [f32; MAX_COLUMNS],
-    /// The factors from powers to weights.
+    /// The factor of the powers of each column, which makes them weights.
     factors: [f32; MAX_COLUMNS],
     /// Whether all powers are finite, also in columns without a query.
     are_finite: bool,

@@ -198,8 +198,8 @@ fn set_view(xs: &Tensor, view: &Tensor, made_by: ViewKind) {
     }
 }
 
-/// Returns whether the gradient of a tensor goes to the result that it is, or of which it is a view, without a sum for
-/// each view.
+/// Returns whether a tensor is a result with a link, or a view of one: its gradient is sent to the result, and no sum
+/// is computed for each view.
 pub fn is_linked(xs: &Tensor) -> bool {
     linked().by_id.get(&xs.id()).is_some_and(|linked| linked.link.is_alive())
 }
