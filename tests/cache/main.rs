@@ -38,6 +38,7 @@ mod layers;
 mod padding;
 mod page_tables;
 mod paged_model;
+mod paged_trees;
 mod pages;
 mod rotary;
 mod shared;

@@ -207,7 +207,7 @@ fn pages_with_unsupported_inputs_or_layers_are_errors() -> Result<()> {
     let batch = xs.unsqueeze(0)?;
     let positions = Tensor::new(&[0u32, 1, 2], &DEVICE)?;
     let packed = PackedSequences::self_attention(vec![0, 3])?;
-    let tree = TokenTree::new(&[None, Some(0), Some(0)])?;
+    let tree = TokenTree::new(&[None, Some(0)])?;
     let bias = AttentionMask::none().with_bias(&Tensor::zeros((3, 3), DType::F32, &DEVICE)?);
     let chunked = AttentionMask::none().with_chunk(4);
     let upper_left = AttentionMask::causal_upper_left();
@@ -233,7 +233,6 @@ fn pages_with_unsupported_inputs_or_layers_are_errors() -> Result<()> {
         (text(with_batch), "queries with pages have shape [1, 3, 12], expected (total, E)"),
         (text(input().with_packed(&packed)), "packed sequences were given with pages, expected one of the two"),
         (text(input().with_cache(&mut cache)), "both a cache and pages were given, expected one of the two"),
-        (text(input().with_tree(&tree)), "a tree or a mask of the new tokens was given with pages"),
         (text(input().with_valid_lens(&lens[..])), "valid_lens or starts of an `AttentionInput` were given"),
         (text(input().with_function(&function)), "an attention function was given with pages"),
         (text(input().with_mask(&upper_left)), "by the mask, query i attends to keys 0..=i"),
@@ -244,16 +243,15 @@ fn pages_with_unsupported_inputs_or_layers_are_errors() -> Result<()> {
         assert!(found.starts_with(&format!("[multi_head_attention] {expected}")), "{found}, expected {expected}");
     }
     let biased = text(input().with_mask(&bias));
-    assert!(biased.starts_with("[scaled_dot_product_attention_paged] the mask has a bias tensor"), "{biased}");
-    let buckets = RelativeBiasConfig::new(true).with_num_buckets(8).with_max_distance(9);
-    for (cfg, expected) in [
-        (base().with_bias_kv(true), "appends keys to those of a call"),
-        (base().with_relative_bias(buckets), "has a relative bias"),
-        (base().with_alibi(AlibiConfig::Falcon), "has a bias for each key that follows from its position"),
-    ] {
-        let found = error_text(layer(&cfg)?.forward_with(input()));
-        assert_eq!(found, format!("[multi_head_attention] the layer {expected}, which is not supported with pages"));
-    }
+    assert!(biased.contains("bias has shape [3, 3], which does not broadcast to"), "{biased}");
+    let of_batch = "[multi_head_attention] weights or statistics were requested of a call with pages that runs as a \
+                    batch, expected the output alone";
+    assert_eq!(error_text(own.forward_with_weights(input().with_mask(&bias))), of_batch);
+    let small = text(input().with_tree(&tree));
+    assert!(small.contains("the tree of sequence 0 has 2 nodes, expected one for each of 3 tokens"), "{small}");
+    let falcon = layer(&base().with_alibi(AlibiConfig::Falcon))?.freeze()?;
+    let moved = error_text(falcon.forward_with(input().with_positions(&positions)));
+    assert!(moved.contains("positions were given with pages to a layer whose biases follow"), "{moved}");
     let found = text(shared());
     assert!(found.starts_with("[multi_head_attention] the pages of an earlier layer were given"), "{found}");
     let latent = latents(LatentConfig::new(EMBED_DIM, 3).with_kv_lora_rank(8), DType::F32, &DEVICE)?;

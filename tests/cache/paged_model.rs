@@ -6,6 +6,9 @@ use crate::*;
 /// The number of token ids, which is small so that prompts begin alike.
 pub const VOCAB: usize = 3;
 
+/// The number of last tokens that a model with states can take back.
+pub const DRAFTS: usize = 4;
+
 /// The config of a layer.
 #[allow(clippy::large_enum_variant, reason = "there are few of them")]
 pub enum Kind {
@@ -44,7 +47,24 @@ pub enum Cache {
     Linear(DeltaCache),
 }
 
+/// The tokens of a step or of a call, which may be the nodes of a tree.
+#[derive(Clone, Copy)]
+pub struct Tokens<'a> {
+    pub ids: &'a [u32],
+    pub tree: Option<&'a TokenTree>,
+}
+
 impl Cache {
+    /// Keeps some of the tokens that the only sequence has from position `len` on.
+    pub fn keep(&mut self, len: usize, kept: &[usize]) -> Result<()> {
+        match self {
+            // A layer that reads an earlier layer's keys has an empty cache.
+            Self::Softmax(cache) if cache.is_empty() => Ok(()),
+            Self::Softmax(cache) => cache.keep(&[len], &[kept]),
+            Self::Linear(cache) => cache.keep(&[len], &[kept]),
+        }
+    }
+
     pub fn fork(&self) -> Result<Self> {
         Ok(match self {
             Self::Softmax(cache) => Self::Softmax(cache.fork()?),
@@ -69,7 +89,9 @@ impl Model {
         for (seed, kind) in kinds.iter().enumerate() {
             let vb = TorchSeed::new(seed as u64).var_builder(DType::F32, &DEVICE);
             layers.push(match kind {
-                Kind::MultiHead(cfg) => Mixer::MultiHead(MultiHeadAttention::new(cfg, vb)?.freeze()?),
+                Kind::MultiHead(cfg) => {
+                    Mixer::MultiHead(with_bias(MultiHeadAttention::new(cfg, vb)?, DType::F32, &DEVICE)?.freeze()?)
+                }
                 Kind::Latent(cfg) => Mixer::Latent(MultiHeadLatentAttention::new(cfg, vb)?.freeze()?),
                 Kind::Linear(cfg) => Mixer::Linear(GatedDeltaNet::new(cfg, vb)?.freeze()?),
             });
@@ -102,7 +124,7 @@ impl Model {
     pub fn caches(&self) -> Result<Vec<Cache>> {
         let cache = |layer: &Mixer| match layer {
             Mixer::MultiHead(_) | Mixer::Latent(_) => AttentionCache::new(&self.cache).map(Cache::Softmax),
-            Mixer::Linear(_) => Ok(Cache::Linear(DeltaCache::default())),
+            Mixer::Linear(_) => Ok(Cache::Linear(DeltaCache::with_drafts(DRAFTS))),
         };
         self.layers.iter().map(cache).collect()
     }
@@ -130,16 +152,19 @@ impl Model {
     }
 
     /// Returns the outputs (total, E) of the first layers, `count` of them, for the tokens of a step.
-    pub fn paged(&self, pools: &[Pool], step: &PagedTokens, ids: &[u32], count: usize) -> Result<Tensor> {
+    /// They may be the nodes of a tree.
+    pub fn paged(&self, pools: &[Pool], step: &PagedTokens, tokens: Tokens, count: usize) -> Result<Tensor> {
+        let Tokens { ids, tree } = tokens;
         let mut xs = self.embed(ids)?;
         for (n, layer) in self.layers.iter().enumerate().take(count) {
             let pool = if layer.shares() { &pools[n - 1] } else { &pools[n] };
             xs = match (layer, pool) {
                 (Mixer::Linear(net), Pool::Linear(pool)) => {
-                    net.forward_with(DeltaInput::new(&xs).with_residual(&xs).with_pages(pool, step))?
+                    let input = DeltaInput::new(&xs).with_residual(&xs).with_tree(tree);
+                    net.forward_with(input.with_pages(pool, step))?
                 }
                 (_, Pool::Softmax(pool)) => {
-                    let input = AttentionInput::new(&xs).with_residual(&xs).with_mask(&self.mask);
+                    let input = AttentionInput::new(&xs).with_residual(&xs).with_mask(&self.mask).with_tree(tree);
                     match layer {
                         Mixer::MultiHead(own) if layer.shares() => {
                             own.forward_with(input.with_shared_pages(pool, step))?
@@ -162,15 +187,22 @@ impl Model {
 
     /// Returns the outputs (T, E) of the next tokens of one sequence in caches.
     pub fn alone(&self, caches: &mut [Cache], ids: &[u32]) -> Result<Tensor> {
+        self.alone_with_tree(caches, Tokens { ids, tree: None })
+    }
+
+    /// Returns the outputs (T, E) of the next tokens of one sequence in caches, which may be the nodes of a tree.
+    pub fn alone_with_tree(&self, caches: &mut [Cache], tokens: Tokens) -> Result<Tensor> {
+        let Tokens { ids, tree } = tokens;
         let mut xs = self.embed(ids)?;
         for (n, layer) in self.layers.iter().enumerate() {
             let from = if layer.shares() { n - 1 } else { n };
             xs = match (layer, &mut caches[from]) {
                 (Mixer::Linear(net), Cache::Linear(cache)) => {
-                    net.forward_with(DeltaInput::new(&xs).with_residual(&xs).with_cache(cache))?
+                    let input = DeltaInput::new(&xs).with_residual(&xs).with_tree(tree);
+                    net.forward_with(input.with_cache(cache))?
                 }
                 (_, Cache::Softmax(cache)) => {
-                    let input = AttentionInput::new(&xs).with_residual(&xs).with_mask(&self.mask);
+                    let input = AttentionInput::new(&xs).with_residual(&xs).with_mask(&self.mask).with_tree(tree);
                     match layer {
                         Mixer::MultiHead(own) if layer.shares() => own.forward_with(input.with_shared_cache(cache))?,
                         Mixer::MultiHead(own) => own.forward_with(input.with_cache(cache))?,

@@ -2,16 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use crate::paged_model::{Cache, Kind, Model, Pool, VOCAB};
+use crate::paged_model::{Cache, DRAFTS, Kind, Model, Pool, Tokens, VOCAB};
 use crate::program::EMBED_DIM;
 use crate::*;
 
 const PAGE: usize = 16;
 const PAGES: usize = 24;
 
-/// The numbers of states, and of last tokens that can be taken back, of a model with recurrent layers.
+/// The number of states of a model with recurrent layers.
 const STATES: usize = 24;
-const DRAFTS: usize = 4;
 
 fn base() -> Config {
     Config::new(EMBED_DIM, 4).with_num_kv_heads(2).with_head_dim(8).with_causal(true)
@@ -196,12 +195,13 @@ impl<'a> Schedule<'a> {
         }
         let step = self.table.step(&entries)?;
         if random.chance(0.1) {
-            self.model.paged(&self.pools, &step, &ids.concat(), 1)?;
+            self.model.paged(&self.pools, &step, Tokens { ids: &ids.concat(), tree: None }, 1)?;
             drop(step);
             assert_eq!((self.table.free_pages(), self.table.free_states()), (free, free_states));
             return Ok(());
         }
-        let found = self.model.paged(&self.pools, &step, &ids.concat(), self.model.depth())?;
+        let tokens = Tokens { ids: &ids.concat(), tree: None };
+        let found = self.model.paged(&self.pools, &step, tokens, self.model.depth())?;
         let ranges: Vec<_> = (0..order.len()).map(|s| step.sequences().queries(s)).collect();
         step.commit();
         for ((&n, new), range) in order.iter().zip(&ids).zip(ranges) {

@@ -52,7 +52,7 @@ pub use layer::{
 };
 pub use mask::{AttentionMask, FullyMaskedRows, KeyLists, KeyRanges, TokenTree, ValidLens, Windows};
 pub use pages::{
-    KvPool, KvPoolConfig, PageCopy, PageTable, PagedStep, PagedTokens, SequenceId, SharedPrefix, StateAfter,
+    KvPool, KvPoolConfig, PageCopy, PageTable, PagedStep, PagedTokens, RowMoves, SequenceId, SharedPrefix, StateAfter,
     StepStates, StepTokens,
 };
 pub use params::WeightLayout;

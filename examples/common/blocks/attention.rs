@@ -1,9 +1,9 @@
 //! The attention of a block, of any kind, with its inputs and caches.
 
 use candle_attention::{
-    AlibiConfig, AllReduce, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics,
-    DeltaCache, DeltaInput, DeltaPool, GatedDeltaNet, KvPool, KvPoolConfig, MultiHeadAttention,
-    MultiHeadLatentAttention, PageTable, PagedTokens, RopeConfig, RotaryEmbedding, StatisticsOptions,
+    AllReduce, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics, DeltaCache,
+    DeltaInput, DeltaPool, GatedDeltaNet, KvPool, KvPoolConfig, MultiHeadAttention, MultiHeadLatentAttention,
+    PageTable, PagedTokens, RopeConfig, RotaryEmbedding, StatisticsOptions,
 };
 use candle_core::{Device, Result, Tensor, bail};
 
@@ -188,19 +188,10 @@ impl Attention {
             Self::Latent(attention) => KvPoolConfig::for_latent_layer(attention.config(), table),
             Self::MultiHead(attention) => {
                 let cfg = attention.config();
-                if cfg.relative_bias().is_some() {
-                    bail!("[pages] layer {layer} of the model has a relative bias, which is not supported with pages")
-                }
                 if cfg.content_positions().is_some() {
                     bail!(
                         "[pages] layer {layer} of the model has content-based relative positions, which are not \
                          supported with pages"
-                    )
-                }
-                if matches!(cfg.alibi(), Some(AlibiConfig::Falcon)) {
-                    bail!(
-                        "[pages] layer {layer} of the model has Falcon's bias for each key, which is not supported \
-                         with pages"
                     )
                 }
                 KvPoolConfig::for_layer(cfg, table)

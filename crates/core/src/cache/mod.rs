@@ -1,11 +1,12 @@
 //! The keys and values of earlier calls of a layer. `staged` has one call with a cache, `sink_parts` a call past the
 //! window of a cache that keeps sink tokens, `storage` the buffers, `rows` the order of their rows, `quantize` their
 //! codes, `rotation` what is done before codes of 4 bits, `batch` the edits of the batch, `drafts` the choice among
-//! drafted tokens.
+//! drafted tokens, `gathered` a cache of rows that were stored elsewhere.
 
 mod batch;
 mod config;
 mod drafts;
+mod gathered;
 mod quantize;
 mod rotation;
 mod rows;
@@ -22,6 +23,7 @@ pub use drafts::check_kept;
 pub use quantize::QUANTIZE_CASE;
 pub use tokens::{NewTokens, Padding};
 
+pub(crate) use gathered::GatheredRows;
 pub(crate) use rotation::{Hadamard, rotated, rotated_back};
 pub(crate) use staged::{CachedCall, KeyChoice};
 pub(crate) use storage::{Buffer, BufferCodes, KvFloats, KvSizes, StorageFormat};

@@ -126,6 +126,21 @@ impl Buffer {
         Ok(Self { entries, codes: Some(BufferCodes { scales, ..*of_all }) })
     }
 
+    /// Combines several buffers of one format: each tensor of the result is made by `combine` of this tensor of all.
+    ///
+    /// # Errors
+    /// Without buffers, and as `combine`.
+    pub fn combined(all: &[Self], combine: impl Fn(&[&Tensor]) -> Result<Tensor>) -> Result<Self> {
+        let Some(first) = all.first() else { bail!("[{OP}] there are no buffers to combine") };
+        let entries: Vec<_> = all.iter().map(|buffer| &buffer.entries).collect();
+        let mut codes = None;
+        if let Some(of_first) = &first.codes {
+            let scales: Vec<_> = all.iter().filter_map(|buffer| Some(&buffer.codes.as_ref()?.scales)).collect();
+            codes = Some(BufferCodes { scales: combine(&scales)?, ..*of_first });
+        }
+        Ok(Self { entries: combine(&entries)?, codes })
+    }
+
     /// Returns the buffer with a function applied to its tensors.
     pub fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
         let codes = match &self.codes {
@@ -211,6 +226,16 @@ pub(super) struct KvRotations {
 }
 
 impl KvBuffers {
+    /// Returns buffers of keys and of values, which are the first `d_v` columns of the keys without `values`.
+    pub fn of(keys: Buffer, values: Option<Buffer>, d_v: usize) -> Self {
+        Self { keys, values, d_v }
+    }
+
+    /// Returns the buffers of keys and of values.
+    pub fn into_parts(self) -> (Buffer, Option<Buffer>) {
+        (self.keys, self.values)
+    }
+
     /// Returns keys and values of any strides as a cache stores them. Without values, these are the first `d_v` columns
     /// of the keys.
     pub fn encode(k: &Tensor, v: Option<&Tensor>, d_v: usize, format: StorageFormat) -> Result<Self> {

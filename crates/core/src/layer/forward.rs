@@ -5,12 +5,13 @@ use candle_core::{Result, Tensor, bail};
 use super::heads::{ProjectedHeads, split_heads};
 use super::input::{AttentionInput, KeysFrom};
 use super::latent::LatentPages;
+use super::paged_batch::PagedBatch;
 use super::validate::{CheckedLayerInput, NO_KEYS};
 use super::{LayerOutput, MultiHeadAttention, OP};
 use crate::cache::{AttentionCache, CachedCall, KvSizes};
 use crate::mask::AttentionMask;
 use crate::pages::PagedKeys;
-use crate::position::{CallContext, KeyValueHeads, KeysByHeads, QueryKeyPositions, ScoreArguments};
+use crate::position::{AlibiConfig, CallContext, KeyValueHeads, KeysByHeads, QueryKeyPositions, ScoreArguments};
 use crate::sdpa::{
     Attended, AttentionOutput, AttentionStatistics, FunctionKeys, OwnKeys, Plan, SdpaOptions, StatisticsOptions,
 };
@@ -100,11 +101,57 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
-        self.prepare(input)?.plan()
+        if !self.runs_pages_as_batch(input) {
+            return self.prepare(input)?.plan();
+        }
+        let mut batch = self.paged_batch(input)?;
+        let mut cache = std::mem::take(&mut batch.cache);
+        let own = batch.input(input);
+        let is_shared = input.pages.is_none();
+        let own = if is_shared { own.with_shared_cache(&cache) } else { own.with_cache(&mut cache) };
+        let mut plan = self.prepare(&own)?.plan()?;
+        plan.reason.push_str(", over a copy of the pages");
+        Ok(plan)
     }
 
     fn run(&self, input: AttentionInput, wanted: RequestedResults) -> Result<Attended> {
+        if self.runs_pages_as_batch(&input) {
+            let batch = self.paged_batch(&input)?;
+            return Ok(batch.run(OP, &input, wanted, |own| self.forward_with(own))?.into());
+        }
         self.prepare(&input)?.finish(input.cache, wanted)
+    }
+
+    /// Returns whether a call with pages runs as a batch over a copy of its keys and values.
+    fn runs_pages_as_batch(&self, input: &AttentionInput) -> bool {
+        let cfg = &self.config;
+        let counts_keys = cfg.appended_keys() > 0
+            || cfg.relative_bias().is_some()
+            || matches!(cfg.alibi(), Some(AlibiConfig::Falcon));
+        input.any_pages().is_some() && (counts_keys || input.has_pages_of_batch())
+    }
+
+    /// Returns the batch of a call with pages, after checking what the batch has in another form.
+    fn paged_batch<'a>(&self, input: &AttentionInput<'a>) -> Result<PagedBatch<'a>> {
+        let keys_from = input.keys_from(OP)?;
+        let expected = self.expected(input.queries.rank() == 3);
+        let queries = expected.queries(input.queries, self.config.embed_dim())?;
+        expected.residual(input, self.config.out_dim())?;
+        input.check_pages(OP, &queries)?;
+        self.check_shared_pages(keys_from)?;
+        if input.positions.is_some() && self.has_modifier_with_positions(input) {
+            bail!(
+                "[{OP}] positions were given with pages to a layer whose biases follow from the positions of keys, \
+                 expected none"
+            )
+        }
+        if let Some(pages) = input.pages {
+            pages.check_sizes("the pool's", self.kv_sizes())?;
+        }
+        if let Some(earlier) = input.shared_pages {
+            earlier.check_written(self.kv_sizes())?;
+        }
+        PagedBatch::new(OP, input, &self.mask)
     }
 
     /// Validates and projects an input, and applies the score modifiers: everything that comes before attention.

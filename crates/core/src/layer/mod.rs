@@ -11,6 +11,7 @@ mod indexer;
 mod input;
 mod latent;
 mod memory;
+mod paged_batch;
 mod positions;
 mod shard;
 mod sink_tokens;

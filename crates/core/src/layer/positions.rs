@@ -63,20 +63,13 @@ impl AttentionInput<'_> {
         if self.function.is_some() && (self.any_cache().is_some() || self.packed.is_some()) {
             bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
         }
-        if self.function.is_some() && self.any_pages().is_some() {
-            bail!("[{op}] an attention function was given with pages, expected one of the two")
-        }
+        self.check_pages_alone(op)?;
         let padding = Padding { starts: self.starts, valid_lens: self.valid_lens };
         let mut tokens = match self.keys_from(op)? {
             KeysFrom::Cache(cache) => cache.new_tokens((b, t), padding)?,
             KeysFrom::EarlierLayer(cache) => cache.latest_tokens((b, t), padding)?,
             KeysFrom::Own | KeysFrom::Cross { .. } | KeysFrom::Memory(_) | KeysFrom::Pages | KeysFrom::EarlierPages => {
-                if padding != Padding::default() {
-                    bail!(
-                        "[{op}] valid_lens or starts of an `AttentionInput` were given to a call without a cache, \
-                         expected those of an `AttentionMask`"
-                    )
-                }
+                self.refuse_padding(op)?;
                 // All T are tokens, in any number of sequences.
                 NewTokens { t, ..NewTokens::default() }
             }
@@ -99,6 +92,28 @@ impl AttentionInput<'_> {
             tokens.given_positions = Some(Positions::of_each(each, t)?);
         }
         Ok(tokens)
+    }
+
+    /// Checks that a call with pages has neither padding nor an attention function.
+    pub(super) fn check_pages_alone(&self, op: &str) -> Result<()> {
+        if self.any_pages().is_none() {
+            return Ok(());
+        }
+        if self.function.is_some() {
+            bail!("[{op}] an attention function was given with pages, expected one of the two")
+        }
+        self.refuse_padding(op)
+    }
+
+    /// Checks that a call without a cache has no padding besides that of its mask.
+    fn refuse_padding(&self, op: &str) -> Result<()> {
+        if self.starts.is_some() || self.valid_lens.is_some() {
+            bail!(
+                "[{op}] valid_lens or starts of an `AttentionInput` were given to a call without a cache, expected \
+                 those of an `AttentionMask`"
+            )
+        }
+        Ok(())
     }
 
     /// Checks the positions of a call with `t_kv` keys, in a layer with rotary positions on `axes`, and returns them if

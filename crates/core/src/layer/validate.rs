@@ -13,7 +13,7 @@ use super::{MultiHeadAttention, OP, warnings};
 use crate::cache::NewTokens;
 use crate::config::KvSharing;
 use crate::mask::AttentionMask;
-use crate::position::{AlibiConfig, RopeConfig};
+use crate::position::RopeConfig;
 use crate::sdpa::PackedSequences;
 use candle_attention_modules::base::{Dim, Expect, check_keys_and_values, is_addressable};
 
@@ -167,8 +167,8 @@ impl MultiHeadAttention {
         self.check_addressable(b, t_q.max(t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;
         input.check_pages(OP, &queries)?;
-        if input.any_pages().is_some() {
-            self.check_pages_support()?;
+        if input.any_pages().is_some() && cfg.content_positions().is_some() {
+            bail!("[{OP}] the layer has content-based relative positions, which is not supported with pages")
         }
         if cfg.appended_keys() > 0 && input.packed.is_some() {
             bail!("[{OP}] the layer appends keys to those of a call, which is not supported with packed sequences")
@@ -202,21 +202,16 @@ impl MultiHeadAttention {
         Ok(CheckedLayerInput { queries, keys_from, key_value, t_kv, tokens, positions, mask, residual, adapters })
     }
 
-    /// Checks that the layer has no part that calls with pages do not support.
-    fn check_pages_support(&self) -> Result<()> {
-        let cfg = &self.config;
-        let unsupported = if cfg.appended_keys() > 0 {
-            "appends keys to those of a call"
-        } else if cfg.relative_bias().is_some() {
-            "has a relative bias"
-        } else if matches!(cfg.alibi(), Some(AlibiConfig::Falcon)) {
-            "has a bias for each key that follows from its position"
-        } else if cfg.content_positions().is_some() {
-            "has content-based relative positions"
-        } else {
-            return Ok(());
-        };
-        bail!("[{OP}] the layer {unsupported}, which is not supported with pages")
+    /// Checks that the pages of a call are an earlier layer's if the layer projects no keys, and only then.
+    pub(super) fn check_shared_pages(&self, keys_from: KeysFrom) -> Result<()> {
+        let shares_earlier = self.config.kv_sharing() == KvSharing::EarlierLayer;
+        match keys_from {
+            KeysFrom::EarlierPages if !shares_earlier => {
+                bail!("[{OP}] the pages of an earlier layer were given, but the layer has projections of keys")
+            }
+            KeysFrom::Pages if shares_earlier => bail!("[{OP}] {NO_KEYS}"),
+            _ => Ok(()),
+        }
     }
 
     /// Returns the inputs to project keys and values from; `None` for keys and values that were projected before.

@@ -2,11 +2,15 @@
 //! pages.
 //!
 //! `table` has the sequences, `allocator` the pages that are free, `prefixes` the pages that are found by their tokens,
-//! `states` the slots for states of recurrent layers, `step` the new tokens of one pass through a model, `pool` the
-//! storage of a layer, `stored_steps` the steps whose tokens a pool has.
+//! `states` the slots for states of recurrent layers, `step` the new tokens of one pass through a model, `keep` the
+//! choice among drafted tokens and `moves` the rows that move after it, `pool` the storage of a layer, `copied` the
+//! sequences of a step as a cache, `stored_steps` the steps whose tokens a pool has.
 
 mod allocator;
 mod config;
+mod copied;
+mod keep;
+mod moves;
 mod pool;
 mod prefixes;
 mod states;
@@ -15,6 +19,7 @@ mod stored_steps;
 mod table;
 
 pub use config::KvPoolConfig;
+pub use moves::RowMoves;
 pub use pool::KvPool;
 pub use states::{StateAfter, StepStates};
 pub use step::{PageCopy, PagedStep, PagedTokens};

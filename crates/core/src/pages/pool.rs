@@ -120,6 +120,27 @@ impl KvPool {
         Ok(())
     }
 
+    pub(super) fn keys(&self) -> &Buffer {
+        &self.keys
+    }
+
+    pub(super) fn values(&self) -> &Buffer {
+        &self.values
+    }
+
+    /// Returns whether the values are the first columns of the keys.
+    pub(super) fn is_latent(&self) -> bool {
+        self.config.is_latent
+    }
+
+    pub(super) fn sizes(&self) -> KvSizes {
+        self.config.sizes
+    }
+
+    pub(super) fn stored_steps(&self) -> &StoredSteps {
+        &self.stored
+    }
+
     /// Stores the latents (total, 1, width) of the tokens of a step, as [`write`](Self::write) stores keys and values.
     fn write_latents(&self, step: &PagedTokens, latents: &Tensor) -> Result<()> {
         self.check_step(step)?;
@@ -186,7 +207,7 @@ impl KvPool {
 
     /// Checks that a step is of the table that the pool was made for, and that the pool has stored the tokens of all
     /// steps before.
-    fn check_step(&self, step: &PagedTokens) -> Result<()> {
+    pub(super) fn check_step(&self, step: &PagedTokens) -> Result<()> {
         let KvPoolConfig { pages, page_size, .. } = self.config;
         if (pages, page_size) != (step.pages, step.page_size) {
             bail!(
@@ -195,7 +216,8 @@ impl KvPool {
                 step.page_size
             )
         }
-        self.stored.check(OP, step)
+        self.stored.check(OP, step)?;
+        self.stored.check_moved(OP, step)
     }
 }
 
@@ -215,8 +237,14 @@ impl PagedKeys<'_> {
 
     /// Stores the latents (1, 1, total, width) of the tokens, whose first `d_v` columns are the values.
     pub fn write_latents(&self, latents: &Tensor, d_v: usize) -> Result<()> {
+        self.check_latents(latents.dim(3)?, d_v)?;
+        self.pool.write_latents(self.step, &latents.squeeze(0)?.transpose(0, 1)?)
+    }
+
+    /// Checks that the pool stores latents of `d` numbers, whose first `d_v` numbers are the values.
+    pub fn check_latents(&self, d: usize, d_v: usize) -> Result<()> {
         let KvPoolConfig { is_latent, sizes, .. } = self.pool.config;
-        let expected = KvSizes { h_kv: 1, d: latents.dim(3)?, d_v };
+        let expected = KvSizes { h_kv: 1, d, d_v };
         if !is_latent || sizes != expected {
             let kind = if is_latent { "latents" } else { "keys" };
             bail!(
@@ -227,25 +255,30 @@ impl PagedKeys<'_> {
                 expected.d
             )
         }
-        self.pool.write_latents(self.step, &latents.squeeze(0)?.transpose(0, 1)?)
+        Ok(())
     }
 
-    /// Checks that an earlier layer has stored keys and values of these sizes for the tokens of the step.
-    pub fn check_written(&self, sizes: KvSizes) -> Result<()> {
-        self.pool.check_step(self.step)?;
+    /// Checks that the pool stores keys and values of these sizes; `whose` is the beginning of the error.
+    pub fn check_sizes(&self, whose: &str, sizes: KvSizes) -> Result<()> {
         if self.pool.config.is_latent {
-            bail!("[{OP}] the pool of the earlier layer stores latents, expected keys and values")
+            bail!("[{OP}] {whose} pool stores latents, expected keys and values")
         }
         if self.pool.config.sizes != sizes {
             let KvSizes { h_kv, d, d_v } = self.pool.config.sizes;
             bail!(
-                "[{OP}] the earlier layer's keys and values have H_kv = {h_kv}, D = {d} and D_v = {d_v}, expected {}, \
-                 {} and {}",
+                "[{OP}] {whose} keys and values have H_kv = {h_kv}, D = {d} and D_v = {d_v}, expected {}, {} and {}",
                 sizes.h_kv,
                 sizes.d,
                 sizes.d_v
             )
         }
+        Ok(())
+    }
+
+    /// Checks that an earlier layer has stored keys and values of these sizes for the tokens of the step.
+    pub fn check_written(&self, sizes: KvSizes) -> Result<()> {
+        self.pool.check_step(self.step)?;
+        self.check_sizes("the earlier layer's", sizes)?;
         if !self.pool.stored.is_last(self.step) {
             bail!("[{OP}] the earlier layer has not stored the tokens of the step, expected its call first")
         }
@@ -338,7 +371,7 @@ impl PagedKeys<'_> {
 }
 
 /// Writes the rows of the tokens of a step to a buffer of pages, after the copies of pages that sequences stop sharing.
-fn write_buffer(buffer: &Buffer, rows: &Buffer, step: &PagedTokens) -> Result<()> {
+pub(super) fn write_buffer(buffer: &Buffer, rows: &Buffer, step: &PagedTokens) -> Result<()> {
     for (pool, new) in buffer.tensors().zip(rows.tensors()) {
         copy_pages(pool, step.copies())?;
         write_rows(pool, new, step.runs())?;

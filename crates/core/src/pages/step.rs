@@ -17,6 +17,8 @@ pub struct PagedTokens {
     pub(super) number: u64,
     /// The number of the last step before that was committed.
     pub(super) committed: u64,
+    /// The number of times that rows were moved before.
+    pub(super) moved: u64,
     pub(super) pages: usize,
     pub(super) page_size: usize,
     sequences: PagedSequences,
@@ -208,6 +210,7 @@ impl<'t> PagedStep<'t> {
             table: table.id,
             number: table.begun,
             committed: table.committed,
+            moved: table.moved,
             pages: table.pages(),
             page_size,
             sequences,

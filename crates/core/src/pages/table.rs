@@ -71,6 +71,8 @@ pub struct PageTable {
     pub(super) begun: u64,
     /// The number of the last step that was committed.
     pub(super) committed: u64,
+    /// The number of times that rows were moved.
+    pub(super) moved: u64,
 }
 
 /// A slot, which several sequences use one after the other.
@@ -150,6 +152,7 @@ impl PageTable {
             vacant: Vec::new(),
             begun: 0,
             committed: 0,
+            moved: 0,
         })
     }
 
@@ -505,7 +508,7 @@ impl PageTable {
         }
     }
 
-    fn sequence_mut(&mut self, id: SequenceId) -> Result<&mut StoredSequence> {
+    pub(super) fn sequence_mut(&mut self, id: SequenceId) -> Result<&mut StoredSequence> {
         self.sequence(id)?;
         match self.slots.get_mut(id.slot).and_then(|slot| slot.sequence.as_mut()) {
             Some(sequence) => Ok(sequence),

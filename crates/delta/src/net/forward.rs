@@ -60,7 +60,7 @@ impl GatedDeltaNet {
         let recurrence = self.recurrence(input.backend)?;
         let tokens_of_state = input.cache.is_some().then_some(&tokens);
         let Recurred { ys, conv_inputs, head_states } = match (input.pages, input.packed, trees) {
-            (Some(PooledTokens { pool, step }), _, _) => recurrence.run_paged(&inputs, pool, step)?,
+            (Some(PooledTokens { pool, step }), _, _) => recurrence.run_paged(&inputs, pool, step, input.trees)?,
             (None, Some(sequences), _) => recurrence.run_packed(&inputs, sequences)?,
             (None, None, Some(trees)) => recurrence.run_trees(&inputs, before.as_ref(), trees, &tokens)?,
             (None, None, None) => recurrence.run(&inputs, before.as_ref(), tokens_of_state)?,

@@ -5,8 +5,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::cache::DeltaCache;
 use super::config::{GatedDeltaNetConfig, OP};
 use super::pool::DeltaPool;
-use super::tree::Trees;
-use candle_attention_core::internal::{NewTokens, Padding, rows_of_ones};
+use super::tree::{Trees, is_row};
+use candle_attention_core::internal::{NewTokens, Padding, check_trees, rows_of_ones, tree_of};
 use candle_attention_core::{Backend, PackedSequences, PagedTokens, TokenTree};
 use candle_attention_modules::base::Dim::{Any, Is, Named};
 use candle_attention_modules::base::{Expect, OptionalRef, fits_in_memory};
@@ -20,7 +20,7 @@ pub struct DeltaInput<'a> {
     attention_mask: Option<&'a Tensor>,
     valid_lens: Option<&'a [usize]>,
     /// One tree for all sequences, or one for each.
-    trees: Option<&'a [TokenTree]>,
+    pub(super) trees: Option<&'a [TokenTree]>,
     pub(super) packed: Option<&'a PackedSequences>,
     pub(super) pages: Option<PooledTokens<'a>>,
     pub(super) residual: Option<&'a Tensor>,
@@ -32,6 +32,25 @@ pub struct DeltaInput<'a> {
 pub(super) struct PooledTokens<'a> {
     pub pool: &'a DeltaPool,
     pub step: &'a PagedTokens,
+}
+
+impl PooledTokens<'_> {
+    /// Checks that the trees of a step fit its sequences, and that the state after each of their nodes is stored.
+    fn check_trees(&self, trees: Option<&[TokenTree]>) -> Result<()> {
+        let Some(trees) = trees else { return Ok(()) };
+        let sequences = self.step.sequences();
+        let counts: Vec<_> = (0..sequences.len()).map(|s| sequences.queries(s).len()).collect();
+        check_trees(OP, trees, counts.iter().copied())?;
+        for (s, (states, &nodes)) in self.step.states().iter().zip(&counts).enumerate() {
+            if !is_row(tree_of(trees, s)) && states.after.len() < nodes {
+                bail!(
+                    "[{OP}] a tree has {nodes} tokens, of which one path is kept, expected a table made \
+                     `with_drafts({nodes})`"
+                )
+            }
+        }
+        Ok(())
+    }
 }
 
 impl<'a> DeltaInput<'a> {
@@ -101,10 +120,12 @@ impl<'a> DeltaInput<'a> {
     /// tokens are stored there. Some sequences may bring a chunk of a prompt, others one token. Each has the numbers
     /// that it has alone with a cache.
     ///
-    /// There is neither a cache nor padding, nor a tree: [`PageTable::truncate`] takes tokens back, in a table made
-    /// [`with_drafts`](candle_attention_core::PageTable::with_drafts).
+    /// There is neither a cache nor padding. [`PageTable::truncate`] takes tokens back, in a table made
+    /// [`with_drafts`](candle_attention_core::PageTable::with_drafts), and [`PageTable::keep`] all nodes of a tree but
+    /// one path.
     ///
     /// [`PageTable::truncate`]: candle_attention_core::PageTable::truncate
+    /// [`PageTable::keep`]: candle_attention_core::PageTable::keep
     pub fn with_pages(mut self, pool: &'a DeltaPool, step: &'a PagedTokens) -> Self {
         self.pages = Some(PooledTokens { pool, step });
         self
@@ -173,11 +194,17 @@ impl<'a> DeltaInput<'a> {
         if self.packed.is_some() && (self.cache.is_some() || has_padding) {
             bail!("[{OP}] packed sequences were given with a cache or with padding, expected neither")
         }
-        let has_others = self.cache.is_some() || has_padding || self.packed.is_some() || self.trees.is_some();
+        let has_others = self.cache.is_some() || has_padding || self.packed.is_some();
         if self.pages.is_some() && has_others {
-            bail!("[{OP}] pages were given with a cache, padding, packed sequences or a tree, expected none of them")
+            bail!("[{OP}] pages were given with a cache, padding or packed sequences, expected none of them")
         }
-        let trees = self.check_trees(&tokens)?;
+        let trees = match self.pages {
+            Some(pages) => {
+                pages.check_trees(self.trees)?;
+                None
+            }
+            None => self.check_trees(&tokens)?,
+        };
         Ok(CheckedInput { xs: tokens.without_padding(batch)?, tokens, trees })
     }
 

@@ -7,8 +7,9 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::GatedDeltaNet;
 use super::recurrence::{Recurred, Recurrence, RecurrentInputs};
 use super::state::CachedState;
-use candle_attention_core::internal::{NewTokens, Padding, StoredSteps};
-use candle_attention_core::{PageTable, PagedTokens, StepStates};
+use super::tree::is_row;
+use candle_attention_core::internal::{NewTokens, Padding, StoredSteps, tree_of};
+use candle_attention_core::{PageTable, PagedTokens, StepStates, TokenTree};
 use candle_attention_modules::base::{accumulation_dtype, check_memory};
 
 /// The name of the operation in errors.
@@ -96,14 +97,15 @@ impl DeltaPool {
         Ok(())
     }
 
-    /// Returns the states of sequences before a step, in this order.
-    fn states_before(&self, sequences: &[&StepStates]) -> Result<CachedState> {
+    /// Returns the states in some slots, in this order; zeros where there is no slot.
+    fn states_in(&self, slots: impl Iterator<Item = Option<u32>>) -> Result<CachedState> {
         let zeros = self.head_states.dim(0)? as u32 - 1;
-        let slots: Vec<_> = sequences.iter().map(|own| own.before.unwrap_or(zeros)).collect();
+        let slots: Vec<_> = slots.map(|slot| slot.unwrap_or(zeros)).collect();
+        let count = slots.len();
         let slots = Tensor::new(slots, self.head_states.device())?;
         Ok(CachedState {
-            lens: vec![0; sequences.len()],
-            is_tree: vec![false; sequences.len()],
+            lens: vec![0; count],
+            is_tree: vec![false; count],
             conv_inputs: self.conv_inputs.index_select(&slots, 0)?,
             head_states: self.head_states.index_select(&slots, 0)?,
         })
@@ -138,18 +140,54 @@ struct PoolBatch<'a> {
     rows: Vec<u32>,
 }
 
+/// The nodes of trees that have a depth.
+#[derive(Default)]
+struct NodesOfDepth {
+    /// The state before each node; `None` for zeros.
+    before: Vec<Option<u32>>,
+    /// The slot of the state after each node.
+    after: Vec<u32>,
+    /// The index of each node among the tokens of the step.
+    rows: Vec<u32>,
+}
+
 impl Recurrence {
-    /// Computes the recurrence over the tokens (1, total, ..) of a step, and stores the states after them.
-    pub fn run_paged(&self, inputs: &RecurrentInputs, pool: &DeltaPool, step: &PagedTokens) -> Result<Recurred> {
-        let ys = self.outputs_of_step(inputs, pool, step)?;
+    /// Computes the recurrence over the tokens (1, total, ..) of a step, and stores the states after them. The tokens
+    /// may be the nodes of a tree for all sequences, or for each.
+    pub fn run_paged(
+        &self,
+        inputs: &RecurrentInputs,
+        pool: &DeltaPool,
+        step: &PagedTokens,
+        trees: Option<&[TokenTree]>,
+    ) -> Result<Recurred> {
+        let ys = self.outputs_of_step(inputs, pool, step, trees)?;
         pool.stored.add(step);
         Ok(Recurred { ys, conv_inputs: None, head_states: pool.head_states.clone() })
     }
 
     /// Returns the outputs of the rule, (1, total, H, D_v), and stores the states.
-    fn outputs_of_step(&self, inputs: &RecurrentInputs, pool: &DeltaPool, step: &PagedTokens) -> Result<Tensor> {
+    fn outputs_of_step(
+        &self,
+        inputs: &RecurrentInputs,
+        pool: &DeltaPool,
+        step: &PagedTokens,
+        trees: Option<&[TokenTree]>,
+    ) -> Result<Tensor> {
+        let mut levels: BTreeMap<usize, NodesOfDepth> = BTreeMap::new();
         let mut batches: BTreeMap<Vec<usize>, PoolBatch> = BTreeMap::new();
         for (s, states) in step.states().iter().enumerate() {
+            if let Some(tree) = trees.map(|all| tree_of(all, s)).filter(|tree| !is_row(tree)) {
+                let first = step.sequences().queries(s).start;
+                for (node, (&parent, &depth)) in tree.parents().iter().zip(tree.depths()).enumerate() {
+                    let level = levels.entry(depth).or_default();
+                    let before = parent.map(|parent| states.after[parent].state);
+                    level.before.push(before.or(states.before));
+                    level.after.push(states.after[node].state);
+                    level.rows.push((first + node) as u32);
+                }
+                continue;
+            }
             let ends: Vec<_> = states.after.iter().map(|after| after.tokens).collect();
             if !ends.is_empty() {
                 let batch = batches.entry(ends).or_insert(PoolBatch { states: Vec::new(), rows: Vec::new() });
@@ -163,6 +201,12 @@ impl Recurrence {
             let ys = self.run_batch(inputs, pool, &batch, &ends)?;
             outputs.push(ys.reshape((1, batch.rows.len(), self.value_heads, self.value_head_dim))?);
             rows.extend(batch.rows);
+        }
+        // Parents come before their children.
+        for level in levels.into_values() {
+            let ys = self.run_nodes(inputs, pool, &level)?;
+            outputs.push(ys.reshape((1, level.rows.len(), self.value_heads, self.value_head_dim))?);
+            rows.extend(level.rows);
         }
         if outputs.is_empty() {
             let shape = (1, 0, self.value_heads, self.value_head_dim);
@@ -185,13 +229,8 @@ impl Recurrence {
         ends: &[usize],
     ) -> Result<Tensor> {
         let b = batch.states.len();
-        let t = batch.rows.len() / b;
-        let rows = Tensor::new(batch.rows.as_slice(), inputs.q.device())?;
-        let own = inputs.map(|xs| {
-            let dims = [&[b, t], &xs.dims()[2..]].concat();
-            xs.contiguous()?.index_select(&rows, 1)?.reshape(dims)
-        })?;
-        let mut state = pool.states_before(&batch.states)?;
+        let own = rows_in_batch(inputs, &batch.rows, b)?;
+        let mut state = pool.states_in(batch.states.iter().map(|states| states.before))?;
         let mut outputs = Vec::new();
         let mut start = 0;
         for (n, &end) in ends.iter().enumerate() {
@@ -208,4 +247,27 @@ impl Recurrence {
         }
         Tensor::cat(&outputs, 1)?.contiguous()
     }
+
+    /// Computes the recurrence over nodes of trees, each after the state of its parent, stores the states after them,
+    /// and returns (b, 1, H, D_v).
+    fn run_nodes(&self, inputs: &RecurrentInputs, pool: &DeltaPool, nodes: &NodesOfDepth) -> Result<Tensor> {
+        let b = nodes.rows.len();
+        let own = rows_in_batch(inputs, &nodes.rows, b)?;
+        let state = pool.states_in(nodes.before.iter().copied())?;
+        let padding = Padding { starts: None, valid_lens: None };
+        let tokens = NewTokens::new(OP, vec![0; b], (b, 1), padding, |_| String::new())?;
+        let Recurred { ys, conv_inputs, head_states } = self.run(&own, Some(&state), Some(&tokens))?;
+        let Some(conv_inputs) = conv_inputs else { bail!("[{OP}] the last inputs are missing") };
+        pool.store(&CachedState { conv_inputs, head_states, ..state }, nodes.after.iter().copied())?;
+        ys.contiguous()
+    }
+}
+
+/// Returns some tokens of (1, total, ..) as a batch of `b` sequences, (b, t, ..).
+fn rows_in_batch(inputs: &RecurrentInputs, rows: &[u32], b: usize) -> Result<RecurrentInputs> {
+    let index = Tensor::new(rows, inputs.q.device())?;
+    inputs.map(|xs| {
+        let dims = [&[b, rows.len() / b], &xs.dims()[2..]].concat();
+        xs.contiguous()?.index_select(&index, 1)?.reshape(dims)
+    })
 }

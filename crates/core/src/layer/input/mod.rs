@@ -229,9 +229,13 @@ impl<'a> AttentionInput<'a> {
     /// The pool of a layer of latent attention is made by
     /// [`KvPoolConfig::for_latent_layer`](crate::KvPoolConfig::for_latent_layer).
     ///
-    /// Not supported with pages: returned weights, boolean mask and bias tensors, trees, padding, layers with relative
-    /// biases, content-based relative positions, Falcon's ALiBi or appended keys, and positions for a mask that has
-    /// chunks.
+    /// Calls with trees, masks of new tokens or mask tensors, and calls of layers with relative biases, Falcon's ALiBi
+    /// or appended keys, run as a padded batch over a copy of the keys and values, which
+    /// [`plan`](crate::MultiHeadAttention::plan) says. Mask tensors are (B, H, T_q, T_kv) for a batch of the step's
+    /// sequences, padded on the right. [`PageTable::keep`](crate::PageTable::keep) keeps the path of a tree.
+    ///
+    /// Not supported with pages: returned weights, padding, layers with content-based relative positions, and positions
+    /// for a mask that has chunks or for biases that follow from the positions of keys.
     #[doc(alias("paged_attention", "block_table"))]
     pub fn with_pages(mut self, pool: &'a KvPool, step: &'a PagedTokens) -> Self {
         self.pages = Some(PagedKeys { pool, step });

@@ -119,6 +119,31 @@ impl<'a> AttentionInput<'a> {
         self.function.is_some().then_some("other functions")
     }
 
+    /// Returns whether the call has pages and an input that only a batch supports: a tree, a mask of new tokens, or a
+    /// mask with tensors.
+    pub(in crate::layer) fn has_pages_of_batch(&self) -> bool {
+        let has_tensors = self.mask.is_some_and(|mask| mask.tensor_kind().is_some());
+        self.any_pages().is_some() && (self.has_new_token_mask() || has_tensors)
+    }
+
+    /// Returns the input of a call over a batch (n, T, E) of the same sequences: what is for all tokens.
+    pub(in crate::layer) fn for_batch<'b>(&self, queries: &'b Tensor) -> AttentionInput<'b>
+    where
+        'a: 'b,
+    {
+        AttentionInput {
+            mask: self.mask,
+            train: self.train,
+            dropout_seed: self.dropout_seed,
+            trees: self.trees,
+            new_token_mask: self.new_token_mask,
+            adapters: self.adapters,
+            all_reduce: self.all_reduce,
+            backend: self.backend,
+            ..AttentionInput::new(queries)
+        }
+    }
+
     /// Returns the mask of the call, without the layer's own.
     pub(in crate::layer) fn mask(&self) -> Option<&'a AttentionMask> {
         self.mask
@@ -149,9 +174,6 @@ impl<'a> AttentionInput<'a> {
     ) -> Result<Option<NewTokenMask>> {
         let mask = match (self.trees, self.new_token_mask) {
             (None, None) => return Ok(None),
-            _ if self.any_pages().is_some() => {
-                bail!("[{op}] a tree or a mask of the new tokens was given with pages, expected one of the two")
-            }
             (Some(_), Some(_)) => {
                 bail!("[{op}] both a tree and a mask of the new tokens were given, expected one of the two")
             }

@@ -7,6 +7,7 @@ use crate::cache::{KeyChoice, KvFloats, NewTokens};
 use crate::layer::forward::{AttendedKeys, PreparedCall};
 use crate::layer::indexer::{IndexQueries, IndexedTokens, IndexerConfig};
 use crate::layer::input::{AttentionInput, KeysFrom};
+use crate::layer::paged_batch::PagedBatch;
 use crate::layer::validate::ExpectedInput;
 use crate::layer::warnings;
 use crate::layer::whole_mask::MaskedCall;
@@ -51,7 +52,26 @@ impl MultiHeadLatentAttentionConfig {
 impl MultiHeadLatentAttention {
     /// Computes a call, and returns the requested results.
     pub(super) fn run<'a>(&'a self, input: AttentionInput<'a>, wanted: RequestedResults) -> Result<Attended> {
+        if input.pages.is_some() && input.has_pages_of_batch() {
+            let batch = self.paged_batch(&input)?;
+            return Ok(batch.run(OP, &input, wanted, |own| self.forward_with(own))?.into());
+        }
         self.prepare(&input, None)?.finish(input.cache, wanted)
+    }
+
+    /// Returns the batch of a call with pages, after checking what the batch has in another form.
+    fn paged_batch<'a>(&self, input: &AttentionInput<'a>) -> Result<PagedBatch<'a>> {
+        let cfg = &self.config;
+        input.keys_from(OP)?;
+        let batched = input.queries.rank() == 3;
+        let expected = ExpectedInput { op: OP, batched, dtype: self.dtype, device: self.down.device() };
+        let queries = expected.queries(input.queries, cfg.embed_dim())?;
+        expected.residual(input, cfg.embed_dim())?;
+        input.check_pages(OP, &queries)?;
+        if let Some(pages) = input.pages {
+            pages.check_latents(cfg.row_width(), cfg.kv_lora_rank())?;
+        }
+        PagedBatch::new(OP, input, &self.mask)
     }
 
     /// Validates and projects an input: everything that comes before attention. With a cache, `absorbs` says whether
