@@ -17,6 +17,10 @@ pub fn run(text: &[u8]) {
         assert!(hf::load_attention(&json, layer, empty.clone()).is_err());
         assert!(hf::load_latent_attention(&json, layer, empty.clone()).is_err());
         assert!(hf::load_linear_attention(&json, layer, empty.clone()).is_err());
+        for name in hf::attention_names(&json).unwrap_or_default() {
+            let _ = hf::named_attention_config(&json, name, layer);
+            assert!(hf::load_named_attention(&json, name, layer, empty.clone()).is_err());
+        }
         assert!(hf::load_relative_bias(&json, empty).is_err());
     }
 }

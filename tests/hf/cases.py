@@ -21,12 +21,15 @@ from transformers import (
     CLIPTextModel,
     ParakeetEncoder,
     SamVisionModel,
+    SegformerModel,
     VitDetModel,
     Wav2Vec2BertModel,
     Wav2Vec2ConformerModel,
 )
+from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionModel
 from transformers.models.kosmos2.modeling_kosmos2 import Kosmos2TextForCausalLM
 from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Backbone
+from transformers.models.sam3.modeling_sam3 import Sam3DetrEncoder
 
 from inputs import beside_an_image, in_a_window
 
@@ -133,6 +136,10 @@ class Case:
     inputs: Callable | None = None
     # Positions on the axes of rotary positions, where the inputs do not have them.
     positions: Callable | None = None
+    # Projections of queries, keys and values below the attention, where their inputs differ.
+    separate: tuple = ()
+    # Attention besides the self-attention: by its name, the module below a layer.
+    named: dict = field(default_factory=dict)
 
 
 def decoder(model_type, *configs, sizes=SIZES, **places):
@@ -197,10 +204,16 @@ IMAGES = {
 
 def image(model_type, *configs, **places):
     """An encoder of images, which has no padding."""
+    usual = lambda config: {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
     case = encoder(model_type, *configs, sizes=IMAGES, **places)
     case.encoder = False
-    case.inputs = lambda config: {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
+    case.inputs = case.inputs or usual
     return case
+
+
+def columns_and_rows():
+    """The places of 3 x 3 patches."""
+    return torch.stack(torch.meshgrid(torch.arange(3), torch.arange(3), indexing="ij")).flatten(1).flip(0)
 
 
 def centres(config):
@@ -586,6 +599,47 @@ CASES = {
         layers="encoder.layers",
         out_proj="self_attn.out_proj",
         decoder=BART_DECODER,
+    ),
+    # Rotated in the other direction, and normalised after it.
+    "nanochat": decoder("nanochat", ONE_LAYER, HEAD_DIM, rope()),
+    "gemma4_vision": image(
+        "gemma4_vision",
+        {"head_dim": 12, "num_key_value_heads": 2, "hidden_activation": "gelu", "pooling_kernel_size": 3},
+        auto_class=Gemma4VisionModel,
+        layers="encoder.layers",
+        out_proj="self_attn.o_proj.linear",
+        inputs=lambda config: {
+            "pixel_values": torch.randn(2, 9, 3 * config.patch_size**2),
+            "pixel_position_ids": columns_and_rows().T.expand(2, -1, -1),
+        },
+        positions=lambda config: columns_and_rows().float(),
+    ),
+    # Positions are added to queries and keys, and images attend to texts.
+    "sam3_detr_encoder": encoder(
+        "sam3_detr_encoder",
+        {"hidden_size": 16, "num_attention_heads": 2, "num_layers": 1, "intermediate_size": 8},
+        sizes={},
+        auto_class=Sam3DetrEncoder,
+        separate=("q_proj", "k_proj", "v_proj"),
+        named={"cross_attn": "cross_attn"},
+        inputs=lambda config: {
+            "vision_features": [torch.randn(2, 16, 3, 4)],
+            "text_features": torch.randn(2, 5, 16),
+            "vision_pos_embeds": [torch.randn(2, 16, 3, 4)],
+        },
+    ),
+    # Keys and values of a coarser grid in the first stage, and wider layers in the second.
+    "segformer": encoder(
+        "segformer",
+        {"num_encoder_blocks": 2, "depths": [1, 2], "hidden_sizes": [8, 12], "num_attention_heads": [2, 3]},
+        {"sr_ratios": [2, 1], "patch_sizes": [3, 3], "strides": [2, 2], "mlp_ratios": [1, 1]},
+        sizes={},
+        auto_class=SegformerModel,
+        layers="stages",
+        attention="attention",
+        out_proj="attention.o_proj",
+        separate=("q_proj", "k_proj", "v_proj"),
+        inputs=lambda config: {"pixel_values": torch.randn(2, 3, 16, 16)},
     ),
     # Windows of 3 by 3 in an image of 4 by 4, and all of it.
     "sam": encoder(

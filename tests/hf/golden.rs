@@ -69,19 +69,47 @@ fn refused_model_types_give_the_reason_of_the_census_page() {
 fn hf_layers_match_transformers() -> Result<()> {
     for model in all_models() {
         for i in 0..model.layers() {
-            let shifts = model.config.get("depths").is_some() && i == 1;
+            let shifts = model.model_type().starts_with("swin") && i == 1;
             let mask = if shifts { Windows::new([4, 4], 2)?.with_shift(1)?.mask(2, &DEVICE)? } else { mask(&model)? };
             for backend in [Backend::Auto, Backend::Reference] {
                 let input = AttentionInput::new(&model.golden[&format!("layer{i}.in")]);
-                let input = on_axes(&model, input.with_mask(&mask).with_backend(backend));
+                let input = separate(&model, &format!("layer{i}"), input.with_mask(&mask).with_backend(backend));
+                let input = on_axes(&model, input);
                 let ys = forward(&model, i, input)?;
                 let expected = tokens(&model, &model.golden[&format!("layer{i}.out")])?;
                 model.assert_close(&tokens(&model, &ys)?, &expected, &format!("layer {i}, {backend:?}"));
             }
         }
         decoder(&model)?;
+        named(&model)?;
     }
     Ok(())
+}
+
+/// Checks the attention of a model that has a name.
+fn named(model: &Model) -> Result<()> {
+    for name in hf::attention_names(&model.config)? {
+        let layers = (0..).take_while(|i| model.golden.contains_key(&format!("{name}.layer{i}.in"))).count();
+        assert!(layers > 0, "{}: {name} is not recorded", model.name);
+        for i in 0..layers {
+            let key = format!("{name}.layer{i}");
+            for backend in [Backend::Auto, Backend::Reference] {
+                let input = AttentionInput::new(&model.golden[&format!("{key}.in")]).with_backend(backend);
+                let layer = hf::load_named_attention(&model.config, name, i, model.vb())?;
+                let ys = layer.forward_with(separate(model, &key, input))?;
+                model.assert_close(&ys, &model.golden[&format!("{key}.out")], &key);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Adds the inputs of keys and values of a layer, if they are others than that of queries.
+fn separate<'a>(model: &'a Model, layer: &str, input: AttentionInput<'a>) -> AttentionInput<'a> {
+    match (model.golden.get(&format!("{layer}.keys")), model.golden.get(&format!("{layer}.values"))) {
+        (Some(keys), Some(values)) => input.with_key_value(keys, values),
+        _ => input,
+    }
 }
 
 /// Checks the decoder layers of a model with an encoder. The encoder's outputs are projected in each call, or once.

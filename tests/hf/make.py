@@ -6,7 +6,9 @@ python tests/hf/make.py --check             writes nothing; names what differs f
 
 A folder holds `config.json` as `save_pretrained` writes it, `model.safetensors` with the attention weights alone, under
 the names of that file, and `golden.safetensors`: `layer{i}.in` and `layer{i}.out` (B, T, E), and for encoders
-`attention_mask` (B, T), u8; `positions` are those on the axes of rotary positions. Below `decoder.` and `cross.` are those of the decoder of a model that has both, and the
+`attention_mask` (B, T), u8; `positions` are those on the axes of rotary positions. `layer{i}.keys` and
+`layer{i}.values` are the inputs of keys and values, where those of queries are others; attention with a name has all of
+these below the name. Below `decoder.` and `cross.` are those of the decoder of a model that has both, and the
 encoder's outputs as `cross.layer{i}.memory`. An output is what the output projection gives, biases included, before a residual or norm.
 Everything is f32, computed by the eager implementation of attention as a rule. `variants.json` is described in `variants.py`.
 """
@@ -91,7 +93,8 @@ def run(model, case):
 
     def note_input(key):
         def hook(_, args, kwargs):
-            tensors[key] = in_one_row(args[0] if args else kwargs["hidden_states"])
+            named = [kwargs[name] for name in ("hidden_states", "query") if name in kwargs]
+            tensors[key] = in_one_row((named or args)[0])
 
         return hook
 
@@ -105,9 +108,13 @@ def run(model, case):
     def note_output(key):
         return lambda _, args, output: tensors.__setitem__(key, in_one_row(output))
 
+    def note_projections(name, projections):
+        for key, module in projections.items():
+            hooks.append(module.register_forward_pre_hook(note_input(f"{name}.{key}"), with_kwargs=True))
+
     def note(layers, attention, out_proj, kind=""):
         # The layers of all stages, one after the other.
-        layers = [block for layer in layers for block in getattr(layer, "blocks", [layer])]
+        layers = [block for layer in layers for block in blocks_of(layer)]
         for i, layer in enumerate(layers):
             name = f"{kind}layer{i}"
             # Layers without attention: convolutions, recurrences.
@@ -115,11 +122,16 @@ def run(model, case):
                 continue
             module = layer.get_submodule(attention)
             hooks.append(module.register_forward_pre_hook(note_input(f"{name}.in"), with_kwargs=True))
+            if case.separate:
+                inputs = zip(("in", "keys", "values"), case.separate)
+                note_projections(name, {key: module.get_submodule(projection) for key, projection in inputs})
             hooks.append(layer.get_submodule(out_proj).register_forward_hook(note_output(f"{name}.out")))
             if kind == "cross.":
                 hooks.append(module.register_forward_pre_hook(note_memory(f"{name}.memory"), with_kwargs=True))
 
     note(layers, case.attention, case.out_proj)
+    for kind, attention in case.named.items():
+        note(layers, attention, f"{attention}.o_proj", f"{kind}.")
     for kind, (path, attention, out_proj) in case.decoder.items():
         base = model if case.model_type.endswith("t5") else model.base_model
         note(base.get_submodule(path), attention, out_proj, f"{kind}.")
@@ -143,6 +155,11 @@ def run(model, case):
         tensors["attention_mask"] = mask.to(torch.uint8)
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values() if tensor.is_floating_point())
     return tensors
+
+
+def blocks_of(layer):
+    """The layers of a stage, or the layer itself."""
+    return list(layer) if isinstance(layer, torch.nn.ModuleList) else getattr(layer, "blocks", [layer])
 
 
 def has_module(layer, path):

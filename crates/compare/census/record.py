@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from special import CACHED, INPUTS, LENGTHS, POSITIONS, TIME_FIRST
+import parts
+from special import CACHED, INPUTS, LENGTHS, MASKED, POSITIONS, TIME_FIRST
 from randomise import randomise
 from versions import field_of
 
@@ -56,10 +57,12 @@ def record(model_class, config, folder, name):
     model = instantiate(model_class, config).eval()
     randomise(model, lambda parameter: max(1, parameter[0].numel()))
     names = {module: path for path, module in model.named_modules()}
-    stack, calls, seen = [], [], set()
+    stack, calls, seen, masks = [], [], set(), {}
 
     def before(module, args, kwargs):
         stack.append(module)
+        if config.model_type in MASKED and module in names:
+            note_mask(masks, names[module], module, args, kwargs)
         if is_linear(module) and names.get(module) and module not in seen and (args or kwargs):
             given = args[0] if args else next(iter(kwargs.values()))
             if isinstance(given, torch.Tensor) and given.is_floating_point():
@@ -93,7 +96,7 @@ def record(model_class, config, folder, name):
         attends = Attends(stack, product)
         try:
             with torch.no_grad(), attends:
-                model(**inputs)
+                parts.target(model)(**inputs)
             break
         except Exception as error:
             errors.append(f"{', '.join(inputs)}: {type(error).__name__}: {str(error)[:160]}")
@@ -111,14 +114,34 @@ def record(model_class, config, folder, name):
         known["positions"] = inputs["position_ids"].float()
     if config.model_type in LENGTHS:
         known["lengths"] = torch.tensor(LENGTHS[config.model_type], dtype=torch.float)
+    # Some models have a softmax that is no attention, outside of their modules.
+    found = [module for module in attends.found if names[module]]
+    for module in found:
+        path = names[module]
+        # BERT's attention has its output projection in a sibling module.
+        for around in (path, path.rsplit(".", 1)[0]):
+            if path in masks:
+                known[f"mask|{around}"] = masks[path]
     write(model, folder, calls, known)
     (folder / "defaults.json").write_text(as_json(type(config)().to_dict()))
     cores = [
         {"module": names[module], "class": type(module).__name__, "owner": owner(model, names[module])}
-        for module in attends.found
+        for module in found
     ]
     (folder / "record.json").write_text(json.dumps({"class": type(model).__name__, "cores": cores}, indent=1))
     return cores
+
+
+def note_mask(masks, path, module, args, kwargs):
+    """Keeps the mask that a module is given, as numbers that are added to scores."""
+    try:
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return
+    mask = given.get("attention_mask", given.get("kwargs", {}).get("attention_mask"))
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+        least = torch.finfo(torch.float).min
+        masks[path] = torch.zeros(mask.shape).masked_fill(~mask, least) if mask.dtype == torch.bool else mask.float()
 
 
 def instantiate(model_class, config):

@@ -8,6 +8,7 @@ import torch
 
 # What is shared with the tests of hf.
 sys.path.append(str(Path(__file__).resolve().parents[3] / "tests" / "hf"))
+import parts
 import towers
 from inputs import beside_an_image, in_a_window
 from towers import grid
@@ -28,6 +29,15 @@ RESNET = {"backbone_config": {
     "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1],
     "layer_type": "basic", "out_features": ["stage4"],
 }}
+SMALL_TIMM = {
+    "model_type": "timm_wrapper", "architecture": "mobilenetv3_small_050", "do_pooling": True, "num_labels": 9,
+    "model_args": None,
+}
+# Keys of a grid that is coarser than that of the queries, in the first two stages.
+REDUCED = {
+    "num_encoder_blocks": 4, "depths": [2, 1, 1, 1], "hidden_sizes": [12, 24, 36, 48], "num_attention_heads": [1, 2, 3, 6],
+    "sr_ratios": [4, 2, 1, 1], "sequence_reduction_ratios": [4, 2, 1, 1], "decoder_hidden_size": 24,
+}
 CONFIGS = {
     "bailing_hybrid": {"head_dim": 12, "short_conv_kernel_size": 3, "num_mtp_layers": 0},
     "codegen": {"rotary_dim": 4, "n_head": 4, "n_embd": 32},
@@ -73,7 +83,33 @@ CONFIGS = {
     "glm5_next_text": {"qk_rope_head_dim": 0, "index_topk": 4, "index_kpool": 2, "mlp_layer_types": ["dense", "dense"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "gptj": {"rotary_dim": 4},
+    "blip_text_model": {"encoder_hidden_size": 36},
     "conditional_detr": RESNET,
+    "eomt_dinov3": {"num_queries": 7, "num_blocks": 2, "num_register_tokens": 2},
+    "florence_vision": {
+        "depths": [2, 1], "embed_dim": [24, 48], "num_heads": [3, 6], "num_groups": [3, 6], "window_size": 4,
+        "patch_size": [7, 3], "patch_stride": [4, 2], "patch_padding": [3, 1], "patch_prenorm": [False, True],
+    },
+    "maskformer": {"backbone_config": RESNET["backbone_config"] | {"out_features": ["stage1", "stage2", "stage3", "stage4"]}},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "sapiens2": {"num_register_tokens": 3, "num_key_value_heads_per_layer": [6, 2]},
+    "videoprism_vision_model": {"tubelet_size": [1, 8, 8], "num_spatial_layers": 2, "num_temporal_layers": 2, "num_frames": 4},
+    "eomt": {"num_queries": 7, "num_blocks": 1, "num_register_tokens": 2},
+    "glpn": REDUCED,
+    "mllama_vision_model": {
+        "attention_heads": 6, "num_global_layers": 1, "intermediate_layers_indices": [0], "vision_output_dim": 96,
+    },
+    # Few layers of random numbers, which are finite.
+    "pe_audio_encoder": {"dac_config": {
+        "model_type": "dac", "downsampling_ratios": [8, 16], "encoder_hidden_size": 8, "codebook_dim": 16,
+    }},
+    "pe_video_encoder": {"vision_config": SMALL_TIMM},
+    "pix2struct_text_model": {"d_kv": 8, "initializer_range": 0.02},
+    "pvt": REDUCED,
+    "pvt_v2": REDUCED,
+    "segformer": REDUCED,
+    "tvp": RESNET,
+    "xclip_vision_model": {"mit_hidden_size": 48, "mit_num_hidden_layers": 2, "mit_intermediate_size": 40},
     "dab-detr": RESNET,
     "detr": RESNET,
     "table-transformer": RESNET,
@@ -127,7 +163,7 @@ CONFIGS = {
     "vitpose_backbone": {"part_features": 8, "num_experts": 1},
 }
 
-CONFIGS |= towers.CONFIGS
+CONFIGS |= towers.CONFIGS | parts.CONFIGS
 
 # Options that have other values than yes and no.
 OPTIONS = dict.fromkeys(
@@ -159,6 +195,7 @@ CONFIGS["qwen4_exp_text"] = LINEAR | {
 
 # Sections of rotary positions on three axes, for pairs of tiny heads.
 SECTIONS = {
+    "qwen2_5_omni_talker": [4, 2, 2],
     "glm4v_moe_text": [2, 1, 1],
     "glm4v_text": [2, 1, 1],
     "glm_ocr_text": [2, 1, 1],
@@ -195,8 +232,13 @@ def instructed_qformer(config):
 
 
 def dinov3_positions(config):
+    return after_zeros(1 + config.num_register_tokens)
+
+
+def after_zeros(tokens):
+    """The centres of 4 x 4 patches, after other tokens at 0."""
     centres = (grid(4, 4) + 0.5) / 4 * 2 - 1
-    return torch.cat([torch.zeros(2, 1 + config.num_register_tokens), 2 * math.pi * centres], dim=1)
+    return torch.cat([torch.zeros(2, tokens), 2 * math.pi * centres], dim=1)
 
 
 # Positions on axes if the inputs do not have them, (A, T), and the lengths of sequences that are packed in one row.
@@ -207,13 +249,15 @@ MERGED = (
 ).split()
 POSITIONS = {
     "dinov3_vit": dinov3_positions,
+    "eomt_dinov3": lambda config: after_zeros(config.num_queries + 1 + config.num_register_tokens),
+    "sapiens2": lambda config: after_zeros(1 + config.num_register_tokens),
     "pixtral": lambda config: grid(4, 4).repeat(1, 2),
     "sam3_vit_model": lambda config: grid(4, 4).flip(0),
 } | dict.fromkeys(MERGED, towers.two_images) | towers.POSITIONS
 LENGTHS = {"pixtral": [16, 16]} | dict.fromkeys(MERGED, towers.LENGTHS) | towers.PACKED
 
 # Functions of the configuration.
-INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | towers.INPUTS | {
+INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | towers.INPUTS | parts.INPUTS | {
     "audioflamingo3_encoder": lambda config: {
         "input_features": torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions),
         "input_features_mask": torch.ones(2, 2 * config.max_source_positions, dtype=torch.long),
@@ -226,6 +270,19 @@ INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | towers.INPUTS | {
         "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
         "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
     },
+    "blip_text_model": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+        "encoder_hidden_states": torch.randn(2, 9, config.encoder_hidden_size),
+    },
+    "blt_local_decoder": lambda config: {
+        "inputs_embeds": torch.randn(2, 13, config.hidden_size),
+        "patch_embeds": torch.randn(2, 5, config.hidden_size_global),
+        "attention_mask": towers.causal(config)["attention_mask"],
+    },
+    "blt_local_encoder": lambda config: towers.causal(config) | {
+        "num_patches": 5, "patch_ids": (torch.arange(13) // 3).expand(2, -1),
+    },
     "clap_audio_model": lambda config: {"input_features": torch.randn(2, 1, 32, config.num_mel_bins)},
     "canary_decoder": lambda config: {
         "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
@@ -235,8 +292,33 @@ INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | towers.INPUTS | {
         "input_ids": torch.randint(3, config.vocab_size, (2, 7, config.num_channels)),
         "encoder_hidden_states": torch.randn(2, 9, config.cross_hidden_size),
     },
+    "git": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+        "pixel_values": torch.randn(2, 3, config.vision_config.image_size, config.vision_config.image_size),
+    },
+    "idefics": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 13)),
+        "attention_mask": torch.ones(2, 13, dtype=torch.long),
+        "pixel_values": torch.randn(2, 1, 3, config.vision_config.image_size, config.vision_config.image_size),
+        "image_attention_mask": torch.ones(2, 13, 1, dtype=torch.long),
+    },
+    "deepseek_ocr2_encoder": lambda config: {"inputs_embeds": torch.randn(2, 13, config.hidden_size), "num_patches": 7},
+    "florence_vision": lambda config: {"hidden_states": torch.randn(2, 3, 32, 32)},
+    "molmo2_adapter": lambda config: {
+        "image_features": torch.randn(2, 16, 2 * config.hidden_size), "pooled_patches_idx": torch.arange(32).view(8, 4),
+    },
+    "unlimited_ocr_vision_encoder": lambda config: {"patch_embeds": torch.randn(2, config.hidden_size, 4, 4)},
+    "idefics2_perceiver": lambda config: {
+        "context": torch.randn(2, 9, config.hidden_size), "attention_mask": torch.ones(2, 9, dtype=torch.long),
+    },
     "kyutai_speech_to_text": lambda config: {
         "inputs_embeds": torch.randn(2, 13, config.hidden_size), "attention_mask": in_a_window(config)["attention_mask"],
+    },
+    "mllama_vision_model": lambda config: {
+        "pixel_values": torch.randn(2, 1, 4, 3, config.image_size, config.image_size),
+        "aspect_ratio_ids": torch.full((2, 1), 6),
+        "aspect_ratio_mask": torch.ones(2, 1, 4, dtype=torch.long),
     },
     "patchtst": lambda config: {
         "past_values": torch.randn(2, config.context_length, config.num_input_channels),
@@ -246,6 +328,14 @@ INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | towers.INPUTS | {
     "moshi": in_a_window,
     "musicgen_decoder": lambda config: {
         "input_ids": torch.randint(3, config.vocab_size, (2 * config.num_codebooks, 7)),
+        "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),
+    },
+    "pe_audio_video_encoder": lambda config: {
+        "input_values": torch.randn(2, 1, 640), "pixel_values_videos": torch.randn(2, 5, 3, 32, 32),
+    },
+    "pe_video_encoder": lambda config: {"pixel_values_videos": torch.randn(2, 5, 3, 32, 32)},
+    "pix2struct_text_model": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
         "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),
     },
     "pp_formulanet_text": lambda config: {
@@ -264,11 +354,22 @@ INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | towers.INPUTS | {
         "attention_mask": torch.ones(2, 13, dtype=torch.long),
         "t_cond": torch.randn(1, 1, config.hidden_size),
     },
+    "xclip": lambda config: {
+        "input_ids": torch.randint(3, config.text_config.vocab_size, (2, 7)),
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+        "pixel_values": torch.randn(2, 8, 3, config.vision_config.image_size, config.vision_config.image_size),
+    },
+    "xclip_vision_model": lambda config: {
+        "pixel_values": torch.randn(2 * config.num_frames, 3, config.image_size, config.image_size),
+    },
     "trocr": lambda config: {
         "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
         "encoder_hidden_states": torch.randn(2, 9, config.d_model),
     },
 }
+
+# Models that make masks which a caller of this crate makes.
+MASKED = {"blip_text_model", "deepseek_ocr2_encoder", "eomt", "eomt_dinov3", "git", "mllama_vision_model"}
 
 # Models whose tensors have the time before the batch.
 TIME_FIRST = {"fsmt"}

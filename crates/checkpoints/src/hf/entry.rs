@@ -75,6 +75,24 @@ impl<'a> Entry<'a> {
         self.part(self.family.cross, "attention to an encoder's outputs")
     }
 
+    /// Returns the names of the model's attention besides the self-attention of its layers.
+    pub fn attention_names(&self) -> Vec<&'static str> {
+        self.family.named.iter().map(|named| named.name).collect()
+    }
+
+    /// Returns the attention of this name.
+    pub fn named(self, name: &str) -> Result<Self> {
+        let model = self.family.model_type;
+        if let Some(named) = self.family.named.iter().find(|named| named.name == name) {
+            return Ok(Self { family: named.family.of(model), ..self });
+        }
+        let expected = match self.attention_names() {
+            names if names.is_empty() => "which has no attention with a name".to_string(),
+            names => format!("expected one of: {}", names.join(", ")),
+        };
+        bail!("[hf] {model}: there is no attention {name:?} in this architecture, {expected}")
+    }
+
     fn part(self, part: Option<&Family>, what: &str) -> Result<Self> {
         let Family { model_type, default_sizes, dropout, default_decoder_sizes, .. } = self.family;
         match part {
@@ -206,6 +224,12 @@ impl<'a> Entry<'a> {
             let fields = fields.of(layer, 0)?;
             stages.place(&fields)?;
             return Ok(fields);
+        }
+        if self.family.once {
+            if layer > 0 {
+                return fields.fail(format!("there is no layer {layer}, the model has this attention once"));
+            }
+            return fields.of(layer, 1);
         }
         // T5's decoders have the layers of their encoders unless the config has another number.
         let name = if size_names.layers == DECODER_LAYERS && fields.get(DECODER_LAYERS).is_none() {

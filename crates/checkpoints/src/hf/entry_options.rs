@@ -17,11 +17,10 @@ impl Entry<'_> {
     /// Returns a config with the width of the input and the heads.
     pub(super) fn heads(&self, fields: &Fields) -> Result<MultiHeadAttentionConfig> {
         let Family { size_names, heads, .. } = self.family;
-        let width = self.embed_dim(fields)?;
         let stages = self.family.stages.as_ref();
         let embed_dim = match stages {
-            Some(stages) => stages.width(fields, width)?,
-            None => width,
+            Some(stages) => stages.width(fields, size_names.embed_dim, self.family.default_sizes.embed_dim)?,
+            None => self.embed_dim(fields)?,
         };
         let num_heads = match stages {
             Some(stages) => stages.num_heads(fields, size_names.num_heads)?,

@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
 
 use super::entry::Entry;
-use super::families::SharedPlace;
+use super::families::{Family, SharedPlace};
 use super::linear::Linear;
 use super::names::{Candidate, ModuleNames, candidates, load_module};
 use candle_attention_core::{
@@ -17,19 +17,28 @@ use candle_attention_modules::base::{ConfigMethod, Fact, has};
 impl Entry<'_> {
     /// Loads one layer of a checkpoint.
     pub fn load(&self, layer: usize, given: VarBuilder) -> Result<MultiHeadAttention> {
-        let vb = self.with_own_sinks(self.with_norms_as_in_pytorch(given));
+        let vb = self.with_own_names(self.with_norms_as_in_pytorch(given));
         let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load(cfg, layout, vb.pp(module));
         self.load_with(layer, &vb, load, Ok)
     }
 
-    /// Returns a builder that has the sinks under the name of this crate.
-    pub fn with_own_sinks<'a>(&self, vb: VarBuilder<'a>) -> VarBuilder<'a> {
-        let Some(theirs) = self.family.sinks_name else { return vb };
+    /// Returns a builder that has the sinks under the name of this crate, and without the module that the caller runs.
+    pub fn with_own_names<'a>(&self, vb: VarBuilder<'a>) -> VarBuilder<'a> {
+        let Family { sinks_name, of_caller, .. } = self.family;
+        if sinks_name.is_none() && of_caller.is_none() {
+            return vb;
+        }
         // A renamed builder has its prefix twice, so the names are changed at the root.
         let prefix = vb.prefix();
-        let renamed = vb.root().rename_f(move |name| match name.strip_suffix(".sinks") {
-            Some(module) => format!("{module}.{theirs}"),
-            None => name.to_string(),
+        let renamed = vb.root().rename_f(move |name| {
+            let mut parts = name.rsplit('.').skip(1);
+            if of_caller.is_some_and(|module| parts.next() == Some(module)) {
+                return format!("{name} of the caller");
+            }
+            match (sinks_name, name.strip_suffix(".sinks")) {
+                (Some(theirs), Some(module)) => format!("{module}.{theirs}"),
+                _ => name.to_string(),
+            }
         });
         if prefix.is_empty() { renamed } else { renamed.pp(prefix) }
     }

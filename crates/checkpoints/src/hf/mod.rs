@@ -128,9 +128,36 @@ pub fn load_attention_shard(
     let entry = Entry::of(json)?;
     let whole = vb.whole();
     entry.refuse_conversion_of_mlx(&whole)?;
-    let whole = entry.with_own_sinks(entry.with_norms_as_in_pytorch(whole));
+    let whole = entry.with_own_names(entry.with_norms_as_in_pytorch(whole));
     let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load_shard(cfg, layout, shard, &whole.pp(module));
     entry.load_with(layer, &whole, load, |bias| bias.shard(shard))
+}
+
+/// Returns the names of a model's attention besides the self-attention of its layers, in the order of a forward pass:
+/// of other stacks of layers, or from one input to another. Most models have none. The decoder of a model with an
+/// encoder has other functions ([`load_decoder_attention`], [`load_cross_attention`]).
+///
+/// # Errors
+/// For an architecture that is not known.
+pub fn attention_names(json: &Value) -> Result<Vec<&'static str>> {
+    Ok(Entry::of(json)?.attention_names())
+}
+
+/// Returns the config of a layer's attention of one of the [`attention_names`]. If the model has the module once, its
+/// layer is 0.
+///
+/// # Errors
+/// As [`attention_config`], and for another name.
+pub fn named_attention_config(json: &Value, name: &str, layer: usize) -> Result<MultiHeadAttentionConfig> {
+    Entry::of(json)?.named(name)?.attention(layer)
+}
+
+/// Loads a layer's attention of one of the [`attention_names`].
+///
+/// # Errors
+/// As [`load_attention`], and for another name.
+pub fn load_named_attention(json: &Value, name: &str, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
+    Entry::of(json)?.named(name)?.load(layer, vb)
 }
 
 /// Returns the config of one layer's latent attention: DeepSeek V2 and V3, and models with the same attention.

@@ -36,9 +36,7 @@ pub(super) fn reason(model_type: &str) -> Option<String> {
 #[rustfmt::skip]
 const MISSING: &[Refused] = &[
     of("a bias for pairs of tokens", &["bros", "cpmant"]),
-    of("a mask that the model computes", &[
-        "blip_text_model", "canine", "doge", "eomt", "git", "groupvit", "groupvit_vision_model",
-    ]),
+    of("a mask that the model computes", &["canine", "doge", "groupvit", "groupvit_vision_model"]),
     of("a norm of the output of each head", &["muse_spark_text"]),
     of("a projection for each codebook", &["moshi_depth"]),
     of("a relative bias with a gate by content", &["wavlm"]),
@@ -52,20 +50,19 @@ const MISSING: &[Refused] = &[
     of("biases or projections by layout or by kind of token", &["layoutlmv2", "lilt", "luke", "speecht5"]),
     of("blocks of keys chosen at random", &["big_bird", "bigbird_pegasus"]),
     of("convolutions around or inside of the projections", &[
-        "convbert", "cvt", "emu3_vqgan", "fun_asr_nano_encoder", "glpn", "levit", "pvt", "pvt_v2", "segformer",
-        "squeezebert", "swiftformer", "zaya",
+        "convbert", "cvt", "emu3_vqgan", "fun_asr_nano_encoder", "levit", "squeezebert", "swiftformer", "zaya",
     ]),
     of("differential attention: the difference of two softmaxes", &["diffllama"]),
     of("global tokens with separate projections", &["led", "longformer", "pegasus_x"]),
     of("keys and values from other inputs than the queries", &[
-        "idefics2_perceiver", "idefics_perciever", "kosmos-2", "muse_glimmer_assistant", "perceiver",
+        "idefics_perciever", "muse_glimmer_assistant", "perceiver",
     ]),
     of("keys and values of another model", &["gemma4_assistant"]),
     of("keys chosen by an indexer, or compressed", &[
         "axk2", "deepseek_v4", "dots3_note_text", "glm5_next_text", "hy_v4",
         "minimax_m3_vl_text", "mistral_large4_text", "qwen4_exp_text",
     ]),
-    of("keys of a coarser grid", &["efficientloftr", "hiera", "sam2_hiera_det_model", "videoprism_vision_model"]),
+    of("keys of a coarser grid", &["efficientloftr", "hiera", "sam2_hiera_det_model"]),
     of("keys of a neighbourhood in an image", &["dinat"]),
     of("keys sampled at learned positions", &[
         "d_fine", "deformable_detr", "grounding-dino", "lw_detr", "mask2former", "mm-grounding-dino",
@@ -77,44 +74,29 @@ const MISSING: &[Refused] = &[
     of("models of the package timm", &["gemma3n_vision", "timm_backbone"]),
     of("n-grams that are predicted together", &["prophetnet"]),
     of("names or options that no supported model has", &[
-        "codegen", "conditional_detr", "dab-detr", "diffusion_gemma", "idefics", "mllama_vision_model",
-        "molmo2_adapter", "ovis2_vision", "pe_audio_encoder", "pe_audio_video_encoder", "pe_video_encoder",
-        "superglue", "tvp", "unlimited_ocr_text",
+        "codegen", "conditional_detr", "dab-detr", "diffusion_gemma", "superglue",
+        "unlimited_ocr_text",
     ]),
     of("one softmax over the keys of the decoder and of the encoder", &["t5gemma2_decoder"]),
     of("outputs without their part along the values", &["neomme"]),
-    of("positions that are added to queries and keys", &[
-        "edgetam_mask_decoder", "edgetam_video_mask_decoder", "maskformer", "sam", "sam2", "sam2_mask_decoder",
-        "sam2_video_mask_decoder", "sam3", "sam3_detr_decoder", "sam3_detr_encoder", "sam3_geometry_encoder",
-        "sam3_lite_text", "sam3_lite_text_detr_decoder", "sam3_lite_text_detr_encoder",
-        "sam3_lite_text_geometry_encoder", "sam3_lite_text_mask_decoder", "sam3_mask_decoder", "sam3_tracker",
-        "sam3_tracker_mask_decoder", "sam3_tracker_video_mask_decoder", "sam_hq", "sam_hq_mask_decoder",
-        "sam_mask_decoder",
-    ]),
     of("relative positions by content", &[
         "funnel", "gemma3n_audio", "gemma4_audio", "granite_speech_encoder", "granite_speech_plus_encoder",
         "inkling2_text", "inkling_text", "layoutlmv3", "longt5", "nemotron3_5_transcribe_asr_audio",
-        "nemotron3_diarization_audio", "nemotron_asr_streaming_encoder", "phi4_multimodal_audio",
-        "pix2struct_text_model", "udop", "vits", "xlnet",
+        "nemotron3_diarization_audio", "nemotron_asr_streaming_encoder", "phi4_multimodal_audio", "udop",
+        "vits", "xlnet",
     ]),
     of("relative positions by content (DeBERTa)", &["deberta"]),
     of("rotary positions by learned frequencies", &["lightglue", "mlcd_vision_model"]),
-    of("rotary positions in halves of the part of each axis", &["gemma4_vision"]),
-    of("rotary positions in the other direction", &["nanochat"]),
     of("rotary positions of an image or a video, on two or three axes", &[
-        "edgetam_video", "eomt_dinov3", "sam2_video", "sam3_tracker_video", "sapiens2", "vjepa2",
+        "edgetam_video", "sam2_video", "sam3_tracker_video", "vjepa2",
     ]),
     of("rotary positions of the values", &["clvp_encoder"]),
-    of("rotary positions on several axes", &[
-        "ernie4_5_vl_moe_text", "hunyuan_vl_text", "qwen2_5_omni_dit", "qwen2_5_omni_talker",
-    ]),
+    of("rotary positions on several axes", &["ernie4_5_vl_moe_text", "hunyuan_vl_text", "qwen2_5_omni_dit"]),
     of("several stacks of layers", &[
-        "blt_local_decoder", "blt_local_encoder", "blt_patcher", "clvp", "deepseek_ocr2_encoder", "evolla",
-        "hrm_text", "lxmert", "mobilevit", "seamless_m4t", "seamless_m4t_v2", "timesformer",
-        "unlimited_ocr_vision_encoder", "xclip", "xclip_vision_model",
+        "clvp", "evolla", "hrm_text", "lxmert", "mobilevit", "seamless_m4t",
+        "seamless_m4t_v2",
     ]),
     of("two latent attentions in a layer, with a scale of the latents", &["longcat_flash"]),
-    of("windows of an image", &["florence_vision"]),
 ];
 
 /// Model types whose models have no softmax attention.

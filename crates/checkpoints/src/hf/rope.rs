@@ -30,6 +30,8 @@ columns! {
     one_for_all: bool = false,
     /// Whether `rope_scaling` of older configurations is for layers with a window too.
     shares_scaling: bool = false,
+    /// Whether tokens are rotated by the opposite angles.
+    reversed: bool = false,
     /// The change of the base that does not depend on the length of a call.
     ntk: Ntk = Ntk::None,
     [None unless set]
@@ -161,7 +163,7 @@ impl Rope {
             Some(flag) if fields.flag(flag, true)? => RopeStyle::Interleaved,
             _ => self.style,
         };
-        let rope = RopeConfig::new(base).with_style(style);
+        let rope = RopeConfig::new(base).with_style(style).with_reversed(self.reversed);
         if matches!(scaling, RopeScaling::Proportional { .. }) || part == 1.0 {
             return Ok(rope.with_scaling(scaling));
         }

@@ -404,6 +404,75 @@ pub(super) fn mobilebert_values(fields: &Fields, cfg: Config) -> Result<Config> 
     Ok(cfg.with_vdim(fields.get_or("hidden_size", 512)?))
 }
 
+/// Sets the width of the concatenated features of several layers, `vision_feature_layer`.
+pub(super) fn several_layers(fields: &Fields, cfg: Config) -> Result<Config> {
+    let layers = match fields.get("vision_feature_layer").or_else(|| fields.get("vit_layers")) {
+        None => 2,
+        Some(Value::Array(layers)) if !layers.is_empty() => layers.len(),
+        Some(other) => return fields.fail(format!("vision_feature_layer is {other}, expected a list of layers")),
+    };
+    let width = cfg.embed_dim();
+    let Some(wide) = width.checked_mul(layers) else {
+        return fields.fail(format!("features of {layers} layers of {width} are too wide"));
+    };
+    Ok(cfg.with_embed_dim(wide).with_out_dim(width))
+}
+
+/// Reads `use_qk_norm` and the key heads of each layer of Sapiens 2.
+pub(super) fn sapiens(fields: &Fields, cfg: Config) -> Result<Config> {
+    let full = |name| fields.count(name, 8);
+    let is_full = fields.layer < full("num_first_full_attention_layers")?
+        || fields.layer >= fields.num_layers.saturating_sub(full("num_last_full_attention_layers")?);
+    let key_heads = match fields.of_layer("num_key_value_heads_per_layer")? {
+        Some(heads) => match heads.as_u64().and_then(|heads| usize::try_from(heads).ok()) {
+            Some(heads) => heads,
+            None => {
+                return fields.fail(format!("layer {} has {heads} key heads, expected a whole number", fields.layer));
+            }
+        },
+        None if is_full => cfg.num_heads(),
+        None => fields.get_or("num_key_value_attention_heads", 8)?,
+    };
+    let eps = fields.get_or("rms_norm_eps", 1e-6)?;
+    let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps };
+    Ok(cfg.with_num_kv_heads(key_heads).with_qk_norm(fields.flag("use_qk_norm", true)?.then_some(norm)))
+}
+
+/// Sets heads that share half of the width, as in SAM's layers.
+pub(super) fn half_width(fields: &Fields, cfg: Config) -> Result<Config> {
+    narrowed(fields, cfg, 2)
+}
+
+/// Reads `attention_downsample_rate`, by which SAM's heads share a part of the width.
+pub(super) fn narrowed_width(fields: &Fields, cfg: Config) -> Result<Config> {
+    narrowed(fields, cfg, fields.get_or("attention_downsample_rate", 2)?)
+}
+
+fn narrowed(fields: &Fields, cfg: Config, rate: usize) -> Result<Config> {
+    let (width, heads) = (cfg.embed_dim() / rate, cfg.num_heads());
+    if !width.is_multiple_of(heads) {
+        return fields.fail(format!("{heads} heads share a width of {width}, which they do not divide"));
+    }
+    Ok(cfg.with_head_dim(width / heads))
+}
+
+/// Sets the width of the images that the text of BLIP attends to.
+pub(super) fn encoder_width(fields: &Fields, cfg: Config) -> Result<Config> {
+    let width = fields.get_or("encoder_hidden_size", 768)?;
+    Ok(cfg.with_kdim(width).with_vdim(width))
+}
+
+/// Sets the width of the images that a layer of Idefics attends to, in every `cross_layer_interval`-th layer.
+pub(super) fn idefics_cross(fields: &Fields, cfg: Config) -> Result<Config> {
+    let interval = fields.get_or("cross_layer_interval", 1)?;
+    let layers = fields.num_layers / interval;
+    if fields.layer >= layers {
+        return fields.fail(format!("there is no layer {}, {layers} have cross-attention", fields.layer));
+    }
+    let width = fields.section("vision_config")?.get_or("embed_dim", 768)?;
+    Ok(cfg.with_kdim(width).with_vdim(width))
+}
+
 /// Sets the width of the images that a Q-Former attends to, in every `cross_attention_frequency`-th layer.
 pub(super) fn qformer_cross(fields: &Fields, cfg: Config) -> Result<Config> {
     let every = fields.get_or("cross_attention_frequency", 2)?;

@@ -285,8 +285,17 @@ pub(super) struct Stages {
     pub depths: &'static [usize],
     /// The default of the heads of each stage.
     pub heads: &'static [usize],
-    /// Whether each stage is twice as wide as the one before.
-    pub widens: bool,
+    pub widths: Widths,
+}
+
+/// The widths of stages.
+#[derive(Clone, Copy)]
+pub(super) enum Widths {
+    Equal,
+    /// Each stage is twice as wide as the one before.
+    Doubled,
+    /// A list of the widths, with this default.
+    Each(&'static [usize]),
 }
 
 impl Stages {
@@ -303,11 +312,16 @@ impl Stages {
         fields.fail(format!("there is no layer {}, depths is {depths:?}", fields.layer))
     }
 
-    /// Returns `embed_dim` of the layer, from the width of the first stage.
-    pub fn width(&self, fields: &Fields, first: usize) -> Result<usize> {
+    /// Returns `embed_dim` of the layer, from the field `name` with the width of the first stage, which has this
+    /// default, or with the widths of all stages.
+    pub fn width(&self, fields: &Fields, name: &str, first: usize) -> Result<usize> {
         let [stage, _] = self.place(fields)?;
+        if let Widths::Each(defaults) = self.widths {
+            return of_stage(fields, name, defaults, stage);
+        }
+        let first = fields.get_or(name, first)?;
         let mut times = Some(1);
-        if self.widens {
+        if matches!(self.widths, Widths::Doubled) {
             times = u32::try_from(stage).ok().and_then(|stage| 2usize.checked_pow(stage));
         }
         match times.and_then(|times| first.checked_mul(times)) {
@@ -319,10 +333,15 @@ impl Stages {
     /// Returns the number of heads of the layer, from the field `name` with the numbers of all stages.
     pub fn num_heads(&self, fields: &Fields, name: &str) -> Result<usize> {
         let [stage, _] = self.place(fields)?;
-        let each = fields.get_or(name, self.heads.to_vec())?;
-        match each.get(stage) {
-            Some(&heads) if heads > 0 => Ok(heads),
-            _ => fields.fail(format!("{name} is {each:?}, expected at least 1 for stage {stage}")),
-        }
+        of_stage(fields, name, self.heads, stage)
+    }
+}
+
+/// Reads the number of a stage in a list with the numbers of all stages.
+fn of_stage(fields: &Fields, name: &str, defaults: &[usize], stage: usize) -> Result<usize> {
+    let each = fields.get_or(name, defaults.to_vec())?;
+    match each.get(stage) {
+        Some(&number) if number > 0 => Ok(number),
+        _ => fields.fail(format!("{name} is {each:?}, expected at least 1 for stage {stage}")),
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! A folder has a model's `config.json` and `model.safetensors`. For linear layers `golden.safetensors` has the
 //! recorded inputs and outputs, `{order}|in|{module}` and `{order}|out|{module}`; `modules.json` maps tensors to
-//! modules. `positions` are positions on the axes of rotary embeddings, `lengths` the lengths of sequences in one row.
+//! modules. `positions` are positions on the axes of rotary embeddings, `lengths` the lengths of sequences in one row,
+//! and `mask|{module}` what the model adds to the scores of an attention module.
 //! A layer is right if it computes the output of the last module whose weight it read from the input of the first.
 
 #[path = "../../../../examples/common/command_line.rs"]
@@ -15,7 +16,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use candle_attention::{
-    AttentionInput, Backend, ContentPositions, DeltaInput, GateActivation, GatedDeltaNet, KvSharing,
+    AttentionInput, AttentionMask, Backend, ContentPositions, DeltaInput, GateActivation, GatedDeltaNet, KvSharing,
     MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences, ProjectedMemory, RopeScaling, RopeStyle, hf,
 };
 use candle_core::{DType, Device, Error, Result, Shape, Tensor};
@@ -70,6 +71,8 @@ struct Model {
     sequences: Option<PackedSequences>,
     /// The calls in their order.
     calls: Vec<Call>,
+    /// The masks of attention modules that a model makes by itself: numbers that are added to the scores.
+    masks: HashMap<String, Tensor>,
 }
 
 /// A recorded call of a module.
@@ -96,6 +99,8 @@ impl Model {
                 calls.push(Call { module: module.into(), input: golden[key].clone(), output: output.clone() });
             }
         }
+        let masks =
+            golden.iter().filter_map(|(key, mask)| Some((key.strip_prefix("mask|")?.to_string(), mask.clone())));
         let mut sequences = None;
         if let Some(lengths) = golden.get("lengths") {
             let lens: Vec<usize> = lengths.to_vec1::<f32>()?.into_iter().map(|len| len as usize).collect();
@@ -109,6 +114,7 @@ impl Model {
             weights: tensors("model.safetensors")?,
             modules: json("modules.json")?,
             calls,
+            masks: masks.collect(),
         })
     }
 
@@ -116,6 +122,12 @@ impl Model {
     fn calls_of(&self, read: &BTreeSet<String>) -> Vec<&Call> {
         let modules: BTreeSet<_> = read.iter().filter_map(|name| self.modules[name].as_str()).collect();
         self.calls.iter().filter(|call| modules.contains(call.module.as_str())).collect()
+    }
+
+    /// Returns the mask of the attention module that has the called modules.
+    fn mask_of(&self, calls: &[&Call]) -> AttentionMask {
+        let is_within = |name: &str| calls.iter().all(|call| call.module.starts_with(name));
+        AttentionMask::none().with_bias(self.masks.iter().find(|(name, _)| is_within(name)).map(|(_, mask)| mask))
     }
 
     /// Returns a builder of the weights, and the names that are read from it.
@@ -180,7 +192,60 @@ enum Forward {
     Linear(Box<GatedDeltaNet>),
 }
 
-type Load = fn(&Value, usize, VarBuilder) -> Result<Layer>;
+/// A kind of attention of a model.
+#[derive(Clone, Copy)]
+enum Kind {
+    SelfAttention,
+    Linear,
+    Decoder,
+    Cross,
+    Named(&'static str),
+}
+
+impl Kind {
+    /// Returns the kinds of attention that a model may have.
+    fn of(json: &Value) -> Vec<Self> {
+        let mut kinds = vec![Self::SelfAttention, Self::Linear, Self::Decoder, Self::Cross];
+        kinds.extend(hf::attention_names(json).unwrap_or_default().into_iter().map(Self::Named));
+        kinds
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::SelfAttention => "self",
+            Self::Linear => "linear",
+            Self::Decoder => "decoder",
+            Self::Cross => "cross",
+            Self::Named(name) => name,
+        }
+    }
+
+    /// Loads a layer.
+    fn load(self, json: &Value, layer: usize, vb: VarBuilder) -> Result<Layer> {
+        match self {
+            Self::SelfAttention => self_attention(json, layer, vb),
+            Self::Linear => linear_attention(json, layer, vb),
+            Self::Decoder => hf::load_decoder_attention(json, layer, vb).map(Layer::from),
+            Self::Cross => hf::load_cross_attention(json, layer, vb).map(Layer::from),
+            Self::Named(name) => hf::load_named_attention(json, name, layer, vb).map(Layer::from),
+        }
+    }
+
+    /// Returns the configs of a layer as text.
+    fn configs(self, json: &Value, layer: usize) -> Vec<Option<String>> {
+        let text = |config: Result<MultiHeadAttentionConfig>| config.ok().map(|cfg| format!("{cfg:?}"));
+        match self {
+            Self::SelfAttention => {
+                let latent = hf::latent_attention_config(json, layer).ok().map(|cfg| format!("{cfg:?}"));
+                vec![text(hf::attention_config(json, layer)), latent]
+            }
+            Self::Linear => vec![hf::linear_attention_config(json, layer).ok().map(|cfg| format!("{cfg:?}"))],
+            Self::Decoder => vec![text(hf::decoder_attention_config(json, layer))],
+            Self::Cross => vec![text(hf::cross_attention_config(json, layer))],
+            Self::Named(name) => vec![text(hf::named_attention_config(json, name, layer))],
+        }
+    }
+}
 
 impl From<MultiHeadAttention> for Layer {
     fn from(layer: MultiHeadAttention) -> Self {
@@ -266,30 +331,24 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
 
 /// Loads the layers of every kind, and returns a line for each.
 fn answers(model: &Model) -> Vec<Value> {
-    let kinds: [(&str, Load); 4] = [
-        ("self", self_attention),
-        ("linear", linear_attention),
-        ("decoder", |json, layer, vb| hf::load_decoder_attention(json, layer, vb).map(Layer::from)),
-        ("cross", |json, layer, vb| hf::load_cross_attention(json, layer, vb).map(Layer::from)),
-    ];
     let mut lines = Vec::new();
-    for (kind, load) in kinds {
+    for kind in Kind::of(&model.config) {
         for layer in 0..64 {
             let (vb, names) = model.noted();
-            let loaded = load(&model.config, layer, vb);
+            let loaded = kind.load(&model.config, layer, vb);
             if loaded.as_ref().is_err_and(|error| one_line(error).contains("there is no layer")) {
                 break;
             }
             let read = names.lock().expect("no panic before").clone();
             let mut line = match loaded {
                 Ok(own) => {
-                    let earlier = if kind == "self" { model.earlier(layer) } else { Ok(None) };
-                    let compared = earlier.and_then(|memory| compare(model, &read, &own, kind, memory.as_ref()));
+                    let earlier = if matches!(kind, Kind::SelfAttention) { model.earlier(layer) } else { Ok(None) };
+                    let compared = earlier.and_then(|memory| compare(model, &read, &own, kind.name(), memory.as_ref()));
                     compared.unwrap_or_else(|error| json!({"failed": one_line(&error)}))
                 }
                 Err(error) => json!({"refused": one_line(&error)}),
             };
-            line["kind"] = json!(kind);
+            line["kind"] = json!(kind.name());
             line["layer"] = json!(layer);
             line["modules"] = model.calls_of(&read).iter().map(|call| call.module.as_str()).collect();
             // A layer of another kind.
@@ -304,20 +363,12 @@ fn answers(model: &Model) -> Vec<Value> {
 
 /// Returns the fields whose absence gives another layer than their default value written out.
 fn defaults(model: &Model) -> Vec<Value> {
-    type Read = fn(&Value, usize) -> Result<String>;
-    let reads: [Read; 5] = [
-        |json, layer| hf::attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
-        |json, layer| hf::linear_attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
-        |json, layer| hf::latent_attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
-        |json, layer| hf::decoder_attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
-        |json, layer| hf::cross_attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
-    ];
     let sparse = json!({"model_type": model.defaults["model_type"]});
     let mut lines = Vec::new();
-    for read in reads {
+    for kind in Kind::of(&model.config) {
         for layer in 0..8 {
-            let bare = read(&sparse, layer).ok();
-            let full = read(&model.defaults, layer).ok();
+            let bare = kind.configs(&sparse, layer);
+            let full = kind.configs(&model.defaults, layer);
             if bare != full {
                 lines.push(json!({"kind": "defaults", "layer": layer, "differs": [bare, full]}));
                 break;
@@ -355,6 +406,7 @@ fn compare(
         _ if kind == "cross" => calls.get(1).map(|call| (&call.input, &call.input)),
         _ => None,
     };
+    let mask = model.mask_of(&calls);
     let mut error = 0f32;
     let packed = match &model.sequences {
         Some(_) if xs.rank() == 3 => xs.squeeze(0)?,
@@ -362,7 +414,7 @@ fn compare(
     };
     for backend in [Backend::Auto, Backend::Reference] {
         let input = AttentionInput::new(&packed).with_backend(backend).with_axis_positions(&model.positions);
-        let mut input = input.with_packed(&model.sequences).with_memory(earlier);
+        let mut input = input.with_packed(&model.sequences).with_memory(earlier).with_mask(&mask);
         if let Some((keys, values)) = key_value {
             input = input.with_key_value(keys, values);
         }

@@ -170,6 +170,12 @@ impl MultiHeadAttentionConfig {
         }
     }
 
+    /// Sets the width of the layer's input (E), of which [`new`](Self::new) has another.
+    pub fn with_embed_dim(mut self, embed_dim: usize) -> Self {
+        self.embed_dim = embed_dim;
+        self
+    }
+
     /// Sets the numbers of query heads and of key and value heads, for one layer of a model or one rank of a layer.
     pub fn with_heads(mut self, num_heads: usize, num_kv_heads: usize) -> Self {
         self.num_heads = num_heads;

@@ -32,6 +32,7 @@
 /// | `torchtune` | q_proj, k_proj, v_proj, output_proj | torchtune; its Llama, Mistral and Gemma have interleaved rotary positions ([`RopeStyle::Interleaved`]) |
 /// | `kimi` | q_proj, k_proj, v_proj, proj | the images of Kimi K2.5 and similar models in transformers |
 /// | `qwen-omni` | q, k, v, proj | the images of Qwen2.5-Omni |
+/// | `sapiens` | wq, wk, wv, proj | Sapiens 2 |
 /// | `pix2struct` | query, key, value, output | the images of Pix2Struct and Kosmos-2.5 |
 /// | `flax` | query.kernel (E, H, D), key.kernel, value.kernel, out.kernel (H, D, E), biases (H, D) and (E,) | `MultiHeadAttention` of flax, linen and nnx |
 /// | `keras` | the same, with attention_output.kernel | `MultiHeadAttention` and `GroupQueryAttention` of Keras 3, by the paths of their variables |
@@ -47,6 +48,7 @@
 /// | `torch` | in_proj_weight (or q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias, bias_k, bias_v, out_proj | `torch.nn.MultiheadAttention` |
 /// | `conv1d` | c_attn, c_proj, transposed | GPT-2 |
 /// | `packed:qkv_proj` | qkv_proj, o_proj; rows by part | Phi-3 |
+/// | `packed:qkv_proj-out_proj` | qkv_proj, out_proj; rows by part | Unlimited OCR's images |
 /// | `packed:Wqkv` | Wqkv, out_proj; rows by part | MPT |
 /// | `packed:Wqkv-Wo` | Wqkv, Wo; rows by part | ModernBERT |
 /// | `packed:att_proj` | att_proj, attn_out; rows by part | Molmo |
@@ -56,6 +58,7 @@
 /// | `packed:c_attn:by-head` | c_attn, c_proj, not transposed; rows by head | GPT-BigCode |
 /// | `packed:qkv` | qkv, proj; rows by part; `qkv.bias_mask` is multiplied by the bias (DINOv3) | timm |
 /// | `packed:qkv-projection` | qkv, projection; rows by part | BLIP's images |
+/// | `packed:attention.qkv` | attention.qkv, output.dense; rows by part | TimeSformer |
 /// | `packed:to_qkv` | to_qkv, to_out; rows by part | lucidrains' vit-pytorch (`SimpleViT`) and others |
 /// | `packed:to_qkv-to_out.0` | to_qkv, to_out.0; rows by part | lucidrains' vit-pytorch |
 ///
@@ -122,6 +125,8 @@ pub enum WeightLayout {
     QwenOmni,
     /// query, key, value, output.
     Pix2Struct,
+    /// wq, wk, wv, proj.
+    Sapiens,
     /// query, key, value, out: kernels (E, H, D) and (H, D, E), and biases.
     Flax,
     /// query, key, value, attention_output: kernels and biases as in [`Flax`](Self::Flax).
@@ -226,6 +231,10 @@ pub enum PackedNaming {
     ToQkvToOut0,
     /// att_proj, attn_out.
     AttProj,
+    /// attention.qkv, output.dense.
+    AttentionQkv,
+    /// qkv_proj, out_proj.
+    QkvProjOutProj,
 }
 
 /// The order of rows in a packed weight.

@@ -28,7 +28,7 @@ const fn linear(spelling: &'static str, names: [&'static str; 4]) -> LinearNames
 
 /// The layouts of four linear layers, in the order in which they are detected. ALBERT's comes before minGPT's: `query`
 /// alone is the inner module of BERT and similar models, whose output projection is outside.
-const LINEAR: [WeightLayout; 27] = [
+const LINEAR: [WeightLayout; 28] = [
     WeightLayout::Canonical,
     WeightLayout::Book,
     WeightLayout::Short,
@@ -56,6 +56,7 @@ const LINEAR: [WeightLayout; 27] = [
     WeightLayout::Kimi,
     WeightLayout::QwenOmni,
     WeightLayout::Pix2Struct,
+    WeightLayout::Sapiens,
 ];
 
 impl Naming {
@@ -156,7 +157,7 @@ const fn packed(spelling: &'static str, packed: &'static str, output: &'static s
 }
 
 impl PackedNaming {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 12] = [
         Self::QkvProj,
         Self::Wqkv,
         Self::WqkvWo,
@@ -167,6 +168,8 @@ impl PackedNaming {
         Self::ToQkv,
         Self::ToQkvToOut0,
         Self::AttProj,
+        Self::AttentionQkv,
+        Self::QkvProjOutProj,
     ];
 
     pub(super) fn names(self) -> PackedNames {
@@ -181,6 +184,8 @@ impl PackedNaming {
             Self::ToQkv => packed("to_qkv", "to_qkv", "to_out"),
             Self::ToQkvToOut0 => packed("to_qkv-to_out.0", "to_qkv", "to_out.0"),
             Self::AttProj => packed("att_proj", "att_proj", "attn_out"),
+            Self::AttentionQkv => packed("attention.qkv", "attention.qkv", "output.dense"),
+            Self::QkvProjOutProj => packed("qkv_proj-out_proj", "qkv_proj", "out_proj"),
         }
     }
 }
@@ -216,6 +221,7 @@ impl WeightLayout {
             Self::Kimi => linear("kimi", ["q_proj", "k_proj", "v_proj", "proj"]),
             Self::QwenOmni => linear("qwen-omni", ["q", "k", "v", "proj"]),
             Self::Pix2Struct => linear("pix2struct", ["query", "key", "value", "output"]),
+            Self::Sapiens => linear("sapiens", ["wq", "wk", "wv", "proj"]),
             Self::Flax | Self::Keras | Self::KerasH5 | Self::Dense(_) | Self::InOut(_) => return None,
             Self::Raw(..) | Self::StackedHeads(..) | Self::Torch | Self::Conv1d | Self::Packed(..) => return None,
         };

@@ -1,6 +1,6 @@
 //! Decoders of text.
 
-use super::{Bias, Family, Heads, Mask, Number, Scale};
+use super::{Bias, Family, Heads, Mask, NamedAttention, Number, Scale};
 use super::{DECODER, LLAMA, MODEL, MODERNBERT_ROPE, MODERNBERT_WINDOWED_ROPE, PATTERN, QKV_PROJ, WQKV};
 use super::{layer_norm, rms_per_head};
 use crate::hf::latent::{FamilyIndexer, Latent};
@@ -54,6 +54,9 @@ const LFM2: Family = DECODER.of("lfm2").layers(32).width(2560).query_heads(32).k
 /// Kyutai's decoder of sound.
 const KYUTAI: Family = DECODER.of("kyutai_speech_to_text").layers(48).width(2048).query_heads(32)
     .at(MODEL, "layers.{}.self_attn", WeightLayout::Moshi).rope(rope(10_000.0, 750)).window(Window::All(Some(375)));
+/// The bytes of BLT. Their window is a field of the whole model's config, and the caller's.
+const BLT: Family = DECODER.head_dim_follows(true).dropout(Number("dropout", 0.0));
+const IDEFICS: Family = LLAMA.of("idefics").heads(Heads::Equal).dropout(Number("dropout", 0.0)).bias(Bias::None);
 /// The decoders besides the Gemmas, in alphabetical order.
 pub(super) const ROWS: &[Family] = &[
     LLAMA.of("apertus").rope(rope(12e6, 65_536).default_parameters(APERTUS_ROPE)).qk_norm(rms_per_head(1e-5)),
@@ -64,6 +67,12 @@ pub(super) const ROWS: &[Family] = &[
     DECODER.of("blt_global_transformer").layers(25).width(2048).query_heads(16).head_dim_follows(true)
         .below(&["model.global_transformer.", "global_transformer.", ""]).dropout(Number("dropout", 0.0))
         .rope(rope(500_000.0, 4096).interleaved()),
+    BLT.of("blt_local_decoder").layers(9).width(1024).query_heads(16).rope(rope(500_000.0, 24_576).interleaved())
+        .below(&["model.local_decoder.", "local_decoder.", ""]),
+    BLT.of("blt_local_encoder").layers(1).width(1024).query_heads(16).rope(rope(500_000.0, 24_576).interleaved())
+        .below(&["model.local_encoder.", "local_encoder.", ""]),
+    BLT.of("blt_patcher").layers(14).width(768).query_heads(12).below(&["model.patcher.", "patcher.", ""])
+        .rope(rope(10_000.0, 8192).interleaved()).window(Window::All(Some(512))),
     LLAMA.of("chameleon").kv_heads(32).head_dim_follows(true).rope(rope(10_000.0, 4096))
         .qk_norm(layer_norm(QkNormKind::Layer, QkNormScope::PerHeadWeights)),
     COHERE,
@@ -81,6 +90,9 @@ pub(super) const ROWS: &[Family] = &[
         .query_heads(16).head_dim_follows(true)
         .at(&["transformer.", ""], "blocks.{}.norm_attn_norm.attn", WQKV).heads(Heads::By(rules::dbrx_key_heads))
         .rope(rope(10_000.0, 2048)).rules(&[rules::dbrx]),
+    // The mask, all patches before causal queries, is the caller's.
+    QWEN2.of("deepseek_ocr2_encoder").mask(Mask::Encoder)
+        .below(&["model.vision_tower.vision_encoder.", "vision_tower.vision_encoder.", "vision_encoder.", ""]),
     LLAMA.of("deepseek_ocr2_text").head_dim_follows(true).below(&["model.language_model.", "language_model.", ""]),
     LLAMA.of("dots1").layers(62).width(4608).query_heads(32).qk_norm(rms_per_head(1e-6))
         .window(Window::By(windows::dots)),
@@ -128,6 +140,12 @@ pub(super) const ROWS: &[Family] = &[
     LLAMA.of("hy_v3").layers(80).width(4096).query_heads(64).grouped(8, 128).rope(rope(11_158_840.0, 131_072))
         .qk_norm(rms_per_head(1e-5)),
     LLAMA.of("hyperclovax").scale(Scale::UsualOr("attention_multiplier")),
+    IDEFICS.named(&[NamedAttention {
+        name: "cross_attn",
+        family: Family { rope: None, ..IDEFICS }.mask(Mask::Encoder)
+            .at(MODEL, "gated_cross_attn_layers.{}.cross_attn", WeightLayout::Canonical)
+            .only(&[("qk_layer_norms", "false")]).rules(&[rules::idefics_cross]),
+    }]),
     DECODER.of("jais2").layers(32).width(3328).query_heads(26).head_dim(128).bias(Bias::AllIf("attention_bias", true))
         .rope(rope(10_000.0, 8192)),
     EXAONE4.of("kolibri1").layers(50).width(2560).query_heads(48).grouped(4, 128).qk_norm(rms_per_head(1e-6))
@@ -159,6 +177,8 @@ pub(super) const ROWS: &[Family] = &[
     KYUTAI.of("moshi").layers(32).width(4096).query_heads(32)
         .at(&["model.", "decoder.model.", ""], "layers.{}.self_attn", WeightLayout::Moshi)
         .rope(rope(10_000.0, 3000)).window(Window::All(Some(3000))),
+    LLAMA.of("nanochat").layers(12).width(768).query_heads(6).rope(rope(10_000.0, 2048).reversed(true))
+        .qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsNoWeight)).rules(&[rules::norm_after_rotary]),
     LLAMA.of("nemotron").layers(32).width(6144).query_heads(48).rope(rope(10_000.0, 4096).partial(0.5)),
     LLAMA.of("olmo").rules(&[rules::clipped]),
     OLMO2,

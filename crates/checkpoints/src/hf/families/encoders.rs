@@ -52,6 +52,13 @@ pub(super) const ROWS: &[Family] = &[
     BERT,
     BERT.of("bert-generation").layers(24).width(1024).query_heads(16),
     BESIDE_IMAGES.of("bridgetower_text_model"),
+    // Whether it is causal is said by the call.
+    BESIDE_IMAGES.of("blip_text_model").query_heads(8)
+        .below(&["text_decoder.bert.", "text_encoder.", "bert.", ""]).mask(Mask::Encoder)
+        .dropout(Number("attention_probs_dropout_prob", 0.0)).cross(
+            &BERT.at(&["text_decoder.bert.", "text_encoder.", "bert.", ""], "encoder.layer.{}.crossattention",
+                WeightLayout::Bert).mask(Mask::Encoder).rules(&[rules::encoder_width]),
+        ),
     ROBERTA.of("camembert"),
     BESIDE_IMAGES.of("chinese_clip_text_model"),
     BESIDE_IMAGES.of("clap_text_model"),
@@ -73,6 +80,8 @@ pub(super) const ROWS: &[Family] = &[
     BERT.of("ernie").below(&["ernie.", ""]),
     LLAMA.of("eurobert").layers(12).width(768).query_heads(12).rope(rope(10_000.0, 8192)).mask(Mask::Encoder),
     XLM.of("flaubert"),
+    // The mask of an image before a text is the caller's.
+    BERT.of("git").layers(6).below(&["git.", ""]).mask(Mask::Encoder),
     ENCODER.of("gte").at(&["gte.", "new.", ""], BLOCKS, QKV_PROJ)
         .or_at(&["gte.", ""], "layers.{}.self_attn", WeightLayout::Canonical)
         .dropout(Number("attention_probs_dropout_prob", 0.0)).rope(rope(160_000.0, 8192).ntk(Ntk::Factor)),
@@ -116,6 +125,8 @@ pub(super) const ROWS: &[Family] = &[
         .only(&[("position_embedding_type", "\"absolute\""), ("rotary_value", "false")]),
     BERT.of("splinter").below(&["splinter.", ""]).mask(Mask::Encoder),
     BERT.of("tapas").below(&["tapas.", ""]).mask(Mask::Encoder),
+    ENCODER.of("tvp").at(&["model.", ""], "encoder.layer.{}.attention", WeightLayout::Albert)
+        .dropout(Number("attention_probs_dropout_prob", 0.1)),
     BERT.of("visual_bert").below(&["visual_bert.", ""]).mask(Mask::Encoder),
     ENCODER.of("ultrabert").layers(32).width(4096).query_heads(32).heads(Heads::Grouped(None, None))
         .below(&["ultrabert.", "model.", ""]).bias(Bias::AllIf("attention_bias", false))
@@ -208,6 +219,19 @@ const T5_CROSS: Family = DECODER.layers_from(DECODER_LAYERS).width_from("d_model
 const T5_DECODER: Family = T5_CROSS.at(T5_PREFIXES, "decoder.block.{}.layer.0.SelfAttention", WeightLayout::T5)
     .mask(Mask::Causal).positions(Positions::Relative { bidirectional: false });
 
+const MASKFORMER: &[&str] = &["model.transformer_module.", "transformer_module."];
+const PIX2STRUCT: &[&str] = &["decoder.", ""];
+const PIX2STRUCT_TEXT: Family = DECODER.of("pix2struct_text_model").layers_from("num_layers").width_from(HIDDEN)
+    .query_heads_from("num_heads").layers(12).width(768).query_heads(12).aliases(&[("head_dim", "d_kv")])
+    .heads(Heads::Same("num_key_value_heads")).dropout(Number("dropout_rate", 0.1)).scale(Scale::Fixed(1.0))
+    .at(PIX2STRUCT, "layer.{}.self_attention.attention", WeightLayout::Pix2Struct)
+    .positions(Positions::Relative { bidirectional: false }).only(&[("is_decoder", "true")]).rules(&[rules::t5_heads])
+    .cross(&PIX2STRUCT_CROSS);
+const PIX2STRUCT_CROSS: Family = DECODER.layers_from("num_layers").width_from(HIDDEN).query_heads_from("num_heads")
+    .aliases(&[("head_dim", "d_kv")]).heads(Heads::Same("num_key_value_heads")).scale(Scale::Fixed(1.0))
+    .at(PIX2STRUCT, "layer.{}.encoder_decoder_attention.attention", WeightLayout::Pix2Struct)
+    .mask(Mask::Encoder).rules(&[rules::t5_heads]);
+
 /// Prompts, which are additional keys, are not supported.
 const NO_PROMPT: &[(&str, &str)] = &[("use_prompt", "false")];
 
@@ -220,6 +244,11 @@ pub(super) const WITH_DECODERS: &[Family] = &[
     BART.of("fsmt").layers(12).width(1024).query_heads(16),
     BART.of("m2m_100").layers(12).width(1024).query_heads(16).dropout(DROPOUT),
     BART.of("marian").layers(12).width(1024).query_heads(16),
+    BART_DECODER.of("maskformer").section("decoder_config").layers(6).width(256).query_heads(8).mask(Mask::Encoder)
+        .at(MASKFORMER, "decoder.layers.{}.self_attn", WeightLayout::Opt)
+        .cross(
+            &BART_CROSS.section("decoder_config").at(MASKFORMER, "decoder.layers.{}.encoder_attn", WeightLayout::Opt),
+        ),
     BART.of("mbart").layers(12).width(1024).query_heads(16),
     MOONSHINE.decoder(&MOONSHINE_DECODER).cross(&MOONSHINE_CROSS),
     T5.of("mt5").layers(8).width(512).query_heads(6),
@@ -228,6 +257,7 @@ pub(super) const WITH_DECODERS: &[Family] = &[
     BART.of("nllb-moe").layers(12).width(1024).query_heads(16).dropout(DROPOUT)
         .cross(&BART_CROSS.at(BASE, "decoder.layers.{}.cross_attention", WeightLayout::Opt)),
     BART.of("pegasus").layers(12).width(1024).query_heads(16),
+    PIX2STRUCT_TEXT,
     BART.of("plbart").layers(6).width(768).query_heads(12).dropout(DROPOUT),
     T5.of("pop2piano").layers(6).width(512).query_heads(8),
     BART_DECODER.of("pp_formulanet_text").layers(8).width(512).query_heads(16)

@@ -91,6 +91,10 @@ pub(super) const ROWS: &[Family] = &[
         .dropout(Number("attention_dropout", 0.1))
         .rope(rope(10_000.0, 2048).theta(Number("rotary_emb_base", 10_000.0)).part(Number("rotary_pct", 1.0))),
     GPT2.of("imagegpt").layers(24).width(512).query_heads(8),
+    // The latents that make tokens of an image: its keys are the image and the latents.
+    KOSMOS_2_5.of("kosmos-2").section("text_config").layers(24).width(2048).query_heads(32).mask(Mask::Encoder)
+        .at(&["image_to_text_projection.", "model.image_to_text_projection."], "x_attn", WeightLayout::Opt).once(true)
+        .dropout(Number("attention_dropout", 0.1)),
     KOSMOS_2_5.of("kosmos_2_text_model").layers(24).width(2048).query_heads(32)
         .dropout(Number("attention_dropout", 0.1))
         .rules(&[rules::layer_norm_of_output]),

@@ -1,12 +1,12 @@
 //! Encoders of images and sound, and of texts in the same models.
 
-use super::{Bias, Family, Heads, Mask, Number, Scale, Sizes};
-use super::{ENCODER, HEADS, HIDDEN, LAYERS, QKV, TEXT_MODEL};
+use super::{Bias, Family, Heads, Mask, NamedAttention, Number, Scale, Sizes, rms_per_head};
+use super::{ENCODER, LLAMA, HEADS, HIDDEN, LAYERS, QKV, TEXT_MODEL};
 use crate::hf::fields::Aliases;
 use crate::hf::positions::{Cosine, Positions};
 use crate::hf::rope::rope;
 use crate::hf::rules;
-use crate::hf::windows::{self, Stages, Window};
+use crate::hf::windows::{self, Stages, Widths, Window};
 use candle_attention_core::WeightLayout;
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
 
@@ -70,6 +70,20 @@ const VIT_MAE_DECODER: Family = VIT
     .at(&["decoder."], "decoder_layers.{}.attention", WeightLayout::Vit)
     .or_at(&["decoder."], "decoder_encoder.layer.{}.attention", WeightLayout::Vit);
 
+const MLLAMA: Family = ENCODER.of("mllama_vision_model").layers(32).width(1280).query_heads(16)
+    .query_heads_from("attention_heads").bias(Bias::None);
+const MLLAMA_PREFIXES: &[&str] = &["model.vision_model.", "vision_model.", ""];
+const VIDEOPRISM: Family = ENCODER.of("videoprism_vision_model").bias(Bias::OutAndQkvIf("qkv_bias", true))
+    .dropout(Number("attention_probs_dropout_prob", 0.0)).rules(&[rules::softcapped]);
+const VIDEOPRISM_PREFIXES: &[&str] = &["vision_model.", "backbone.", ""];
+const TIMESFORMER: Family = VIT.of("timesformer").bias(Bias::OutAndQkvIf("qkv_bias", true));
+const TIMESFORMER_PREFIXES: &[&str] = &["timesformer.", ""];
+const QKV_PROJ_OUT_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::QkvProjOutProj, QkvOrder::ByPart);
+const ATTENTION_QKV: WeightLayout = WeightLayout::Packed(PackedNaming::AttentionQkv, QkvOrder::ByPart);
+/// Meta's encoders of sound and video.
+const PERCEPTION: Family = LLAMA.layers(6).width(1792).query_heads(14).head_dim(128)
+    .rope(rope(20_000.0, 10_000).interleaved()).qk_norm(rms_per_head(1e-5)).mask(Mask::Encoder);
+
 pub(super) const ROWS: &[Family] = &[
     CLIP_TEXTS.of("aimv2_text_model").layers(12).width(768).query_heads(6)
         .at(TEXT_MODEL, "encoder.layers.{}.attention", WeightLayout::Opt).bias(Bias::AllIf("qkv_bias", false)),
@@ -99,6 +113,9 @@ pub(super) const ROWS: &[Family] = &[
     VIT.of("dinov2").below(&["dinov2.", ""]),
     VIT.of("dinov2_with_registers").below(&["dinov2_with_registers.", ""]),
     VIT.of("dpt").below(&["dpt.", ""]),
+    // The masks of its last layers are the caller's.
+    ENCODER.of("eomt").layers(24).width(1024).query_heads(16)
+        .at(&[""], "layers.{}.attention", WeightLayout::Opt),
     VIT.of("flava_image_model").below(&["flava.image_model.", "image_model.", ""]),
     VIT.of("flava_multimodal_model").layers(6).width(768).query_heads(12)
         .below(&["flava.multimodal_model.", "multimodal_model.", ""]),
@@ -114,6 +131,12 @@ pub(super) const ROWS: &[Family] = &[
     ENCODER.of("hunyuan_vl_vision").layers(27).width(1152).query_heads(16)
         .at(&["model.vision_tower.", "model.visual.", "vit.", ""], "layers.{}.self_attn", WeightLayout::Canonical),
     WAV2VEC2.of("hubert").below(&["hubert.", ""]),
+    // Queries are latents, keys are the images and the latents.
+    ENCODER.of("idefics2_perceiver").layers_from("resampler_depth").query_heads_from("resampler_n_heads").layers(3)
+        .width(4096).query_heads(16).aliases(&[("resampler_head_dim", "head_dim")])
+        .heads(Heads::Grouped(Some(4), Some(96))).bias(Bias::None)
+        .at(&["model.connector.perceiver_resampler.", "connector.perceiver_resampler.", "perceiver_resampler.", ""],
+            "layers.{}.self_attn", WeightLayout::Canonical),
     CLIP_IMAGES.of("idefics2_vision"),
     CLIP_IMAGES.of("idefics3_vision").layers(12).width(1152).query_heads(16),
     VIT.of("ijepa").below(&["ijepa.", ""]),
@@ -145,15 +168,32 @@ pub(super) const ROWS: &[Family] = &[
     ENCODER.of("moonshine_streaming_encoder").layers(6).width(320).query_heads(8).kv_heads(8)
         .at(&["model.encoder.", "encoder.", ""], "layers.{}.self_attn", WeightLayout::Canonical)
         .bias(Bias::AllIf("attention_bias", false)).rules(&[rules::moonshine_windows]),
+    // The mask of padded patches is the caller's.
+    MLLAMA.at(MLLAMA_PREFIXES, "transformer.layers.{}.self_attn", WeightLayout::Canonical).named(&[NamedAttention {
+        name: "global_transformer",
+        family: MLLAMA.layers_from("num_global_layers").layers(8)
+            .at(MLLAMA_PREFIXES, "global_transformer.layers.{}.self_attn", WeightLayout::Canonical),
+    }]),
+    // Pools patches: the query is their mean.
+    ENCODER.of("molmo2_adapter").width(1152).query_heads(16).grouped(16, 72).once(true)
+        .bias(Bias::AllIf("attention_bias", true)).rules(&[rules::several_layers])
+        .at(&["model.vision_backbone.", "vision_backbone.", "model.adapter.", "adapter.", ""], "image_pooling_2d",
+            WeightLayout::Canonical),
     WHISPER.of("moss_transcribe_diarize_audio").layers(24).width(1024).query_heads(16).aliases(VOXTRAL_ALIASES),
     ENCODER.of("molmo2_vision").layers(25).width(1152).query_heads(16).grouped(16, 72)
         .bias(Bias::AllIf("attention_bias", true))
         .at(&["model.vision_backbone.image_vit.", "vision_backbone.image_vit.", "image_vit.", ""], "layers.{}.self_attn",
             WeightLayout::Canonical),
+    ENCODER.of("ovis2_vision").layers(24).width(1024).query_heads(8).bias(Bias::AllIf("qkv_bias", false))
+        .at(&["model.vision_tower.transformer.", "vision_tower.transformer.", "transformer.", ""],
+            "encoder.layers.{}.attention", WeightLayout::Opt),
     CLIP_TEXTS.of("owlv2_text_model"),
     CLIP_IMAGES.of("owlv2_vision_model"),
     CLIP_TEXTS.of("owlvit_text_model"),
     CLIP_IMAGES.of("owlvit_vision_model"),
+    PERCEPTION.of("pe_audio_encoder").below(&["audio_model.audio_encoder.", "audio_encoder.", ""]),
+    PERCEPTION.of("pe_audio_video_encoder").below(&["audio_video_encoder.", ""]),
+    PERCEPTION.of("pe_video_encoder").below(&["video_model.video_encoder.", "video_encoder.", ""]),
     CLIP_IMAGES.of("phi4_multimodal_vision").layers(27).width(1152).query_heads(16)
         .below(&["model.embed_tokens_extend.image_embed.img_processor.", ""]),
     KOSMOS_2_5_IMAGES.of("pix2struct_vision_model").layers(12).width(768).query_heads(12).heads(Heads::Equal)
@@ -191,10 +231,20 @@ pub(super) const ROWS: &[Family] = &[
     SIGLIP_TEXTS,
     CLIP_IMAGES.of("siglip_vision_model"),
     CLIP_IMAGES.of("smolvlm_vision").layers(12).width(1152).query_heads(16),
+    TIMESFORMER.at(TIMESFORMER_PREFIXES, "encoder.layer.{}.attention", ATTENTION_QKV).named(&[NamedAttention {
+        name: "temporal_attention",
+        family: TIMESFORMER.at(TIMESFORMER_PREFIXES, "encoder.layer.{}.temporal_attention", ATTENTION_QKV)
+            .only(&[("attention_type", "\"divided_space_time\"")]),
+    }]),
     ENCODER.of("tipsv2_text_model").at(&["text_encoder.", ""], "transformer.resblocks.{}.attn", WeightLayout::Torch)
         .mask(Mask::Encoder),
     ENCODER.of("tipsv2_vision_model").at(&["vision_encoder.", ""], "blocks.{}.attn", QKV)
         .dropout(Number("attention_probs_dropout_prob", 0.0)).bias(Bias::OutAndQkvIf("qkv_bias", true)),
+    // As published, and by the names of transformers' own module.
+    CLIP_IMAGES.of("unlimited_ocr_vision_encoder").layers(24).width(1024).query_heads(16)
+        .at(&["model.vision_model.", "vision_model.", ""], "transformer.layers.{}.self_attn", QKV_PROJ_OUT_PROJ)
+        .or_at(&["model.vision_tower.vision_encoder.", "vision_encoder.", ""], "encoder.layers.{}.self_attn",
+            WeightLayout::Opt),
     WAV2VEC2.of("unispeech").below(&["unispeech.", ""]),
     WAV2VEC2.of("unispeech-sat").below(&["unispeech_sat.", ""]),
     ENCODER.of("videomt").layers(24).width(1024).query_heads(16).at(&[""], "layers.{}.attention", WeightLayout::Opt),
@@ -204,6 +254,12 @@ pub(super) const ROWS: &[Family] = &[
     // In some versions of transformers before 5.18 the keys have a bias too.
     VIT.of("videomae").below(&["videomae.", ""]).aliases(&[("qkv_bias", "qv_bias")])
         .bias(Bias::OutAndQvIf("qv_bias", true)).key_bias("attention.key.bias"),
+    VIDEOPRISM.at(VIDEOPRISM_PREFIXES, "spatial_layers.{}.attention", WeightLayout::Canonical)
+        .layers_from("num_spatial_layers").named(&[NamedAttention {
+            name: "temporal_layers",
+            family: VIDEOPRISM.at(VIDEOPRISM_PREFIXES, "temporal_layers.{}.attention", WeightLayout::Canonical)
+                .layers_from("num_temporal_layers").layers(4),
+        }]),
     VIT.of("vilt").below(&["vilt.", ""]),
     VIT,
     VIT.of("vit_mae").decoder(&VIT_MAE_DECODER)
@@ -216,7 +272,21 @@ pub(super) const ROWS: &[Family] = &[
         .at(AUDIO, "layers.{}.self_attn", WeightLayout::Canonical).rope(rope(10_000.0, 1500))
         .window(Window::All(Some(750))).mask(Mask::Causal),
     WAV2VEC2,
+    // Over the frames of a video, and from the texts to it.
+    ENCODER.of("xclip").section("vision_config").layers_from("mit_num_hidden_layers").width_from("mit_hidden_size")
+        .query_heads_from("mit_num_attention_heads").usual_names(false).layers(1).width(512).query_heads(8)
+        .at(&[""], "mit.encoder.layers.{}.self_attn", WeightLayout::Opt).named(&[NamedAttention {
+            name: "prompts_generator",
+            family: ENCODER.layers_from("prompt_layers").width_from("projection_dim")
+                .query_heads_from("prompt_num_attention_heads").usual_names(false).layers(2).width(512).query_heads(8)
+                .dropout(Number("prompt_attention_dropout", 0.0)).bias(Bias::Out)
+                .at(&[""], "prompts_generator.decoder.{}.cross_attn", WeightLayout::Kimi),
+        }]),
     CLIP_TEXTS.of("xclip_text_model"),
+    CLIP_IMAGES.of("xclip_vision_model").named(&[NamedAttention {
+        name: "message_attn",
+        family: CLIP_IMAGES.at(IMAGES, "encoder.layers.{}.message_attn", WeightLayout::Opt),
+    }]),
     VIT.of("yolos").below(&["vit.", ""]),
 ];
 
@@ -256,8 +326,8 @@ pub(super) const IN_WINDOWS: &[Family] =
             .positions(Positions::VitDet),
     ];
 
-const STAGES: Stages = Stages { depths: &[2, 2, 6, 2], heads: &[3, 6, 12, 24], widens: true };
-const STAGES_OF_SWIN2SR: Stages = Stages { depths: &[6; 6], heads: &[6; 6], widens: false };
+const STAGES: Stages = Stages { depths: &[2, 2, 6, 2], heads: &[3, 6, 12, 24], widths: Widths::Doubled };
+const STAGES_OF_SWIN2SR: Stages = Stages { depths: &[6; 6], heads: &[6; 6], widths: Widths::Equal };
 const SWIN_BLOCKS: &str = "encoder.layers.{}.blocks.{}.attention";
 
 const SWIN: Family = ENCODER.of("swin").at(&["swin.", ""], SWIN_BLOCKS, WeightLayout::Bert)
@@ -266,14 +336,39 @@ const SWIN: Family = ENCODER.of("swin").at(&["swin.", ""], SWIN_BLOCKS, WeightLa
     .usual_names(false).layers(0).width(96).query_heads(0).stages(STAGES).bias(Bias::OutAndQkvIf("qkv_bias", true))
     .dropout(Number("attention_probs_dropout_prob", 0.0)).positions(Positions::Table(7));
 
-/// Encoders of images and spectrograms in windows, with a table of biases or cosine scores, and with layers in stages.
+/// Keys and values are made of a coarser grid, which the caller makes of the input.
+const REDUCED: Family = ENCODER.of("segformer").layers_from("depths").width_from("hidden_sizes")
+    .query_heads_from("num_attention_heads").usual_names(false).layers(0).width(0).query_heads(0)
+    .dropout(Number("attention_probs_dropout_prob", 0.0)).of_caller("sr").stages(Stages {
+        depths: &[2; 4], heads: &[1, 2, 5, 8], widths: Widths::Each(&[32, 64, 160, 256]),
+    });
+const PVT_STAGES: Stages = Stages {
+    depths: &[2; 4], heads: &[1, 2, 5, 8], widths: Widths::Each(&[64, 128, 320, 512]),
+};
+
+/// Encoders of images and spectrograms in stages: in windows, with a table of biases or cosine scores, or with keys and
+/// values of a coarser grid.
 pub(super) const IN_STAGES: &[Family] = &[
     SWIN.of("clap_audio_model").layers_from("depths").width_from("patch_embeds_hidden_size")
         .query_heads_from("num_attention_heads")
         .at(&["audio_model.audio_encoder.", "audio_encoder.", ""], "layers.{}.blocks.{}.attention", WeightLayout::Bert)
         .stages(Stages { heads: &[4, 8, 16, 32], ..STAGES }).positions(Positions::Table(8)),
     SWIN.of("donut-swin").at(&["encoder.", "donut.", ""], SWIN_BLOCKS, WeightLayout::Bert),
+    // In windows that the caller makes.
+    REDUCED.of("florence_vision").width_from("embed_dim").query_heads_from("num_heads").stages(Stages {
+        depths: &[1, 1, 9, 1], heads: &[4, 8, 16, 32], widths: Widths::Each(&[128, 256, 512, 1024]),
+    })
+        .at(&["model.vision_tower.", "vision_tower.", ""], "blocks.{}.{}.spatial_block.window_attn", QKV)
+        .bias(Bias::OutAndQkvIf("qkv_bias", true)),
+    REDUCED.of("glpn").at(&["glpn.", ""], "encoder.block.{}.{}.attention", WeightLayout::Bert),
     SWIN.of("maskformer-swin").at(&["model.", ""], SWIN_BLOCKS, WeightLayout::Bert),
+    REDUCED.of("pvt").at(&["pvt.", ""], "encoder.block.{}.{}.attention", WeightLayout::Bert).stages(PVT_STAGES)
+        .bias(Bias::OutAndQkvIf("qkv_bias", true)),
+    REDUCED.of("pvt_v2").at(&["pvt_v2.", ""], "encoder.layers.{}.blocks.{}.attention", WeightLayout::MinGpt)
+        .bias(Bias::OutAndQkvIf("qkv_bias", true)),
+    // As published, and by the names of transformers' own module.
+    REDUCED.at(&["segformer.", ""], "encoder.block.{}.{}.attention", WeightLayout::Bert)
+        .or_at(&["segformer.", ""], "stages.{}.blocks.{}.attention", WeightLayout::Canonical),
     SWIN,
     SWIN.of("swin2sr").layers(0).width(180).query_heads(0).stages(STAGES_OF_SWIN2SR)
         .at(&["swin2sr.", ""], "encoder.stages.{}.layers.{}.attention", WeightLayout::Bert)

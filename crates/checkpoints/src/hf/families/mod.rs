@@ -12,6 +12,8 @@ mod gpts;
 mod images_and_sound;
 #[rustfmt::skip]
 mod on_axes;
+#[rustfmt::skip]
+mod segmenters;
 
 use candle_core::Result;
 
@@ -58,6 +60,7 @@ pub(super) fn families() -> impl Iterator<Item = &'static Family> {
         images_and_sound::ROWS,
         images_and_sound::IN_WINDOWS,
         images_and_sound::IN_STAGES,
+        segmenters::ROWS,
         encoders::WITH_DECODERS,
     ];
     decoders.into_iter().chain(others).flatten()
@@ -120,9 +123,15 @@ columns! {
     only: &'static [(&'static str, &'static str)] = &[],
     /// The place of the relative bias, or of DeBERTa's vectors of distances, if the family has one.
     shared_place: SharedPlace = SharedPlace::FirstLayer,
+    /// Attention of the model besides the self-attention of its layers.
+    named: &'static [NamedAttention] = &[],
+    /// Whether the model has the module once, and not in each layer.
+    once: bool = false,
     /// Changes of the config that no other column describes, in this order.
     rules: &'static [Rule] = &[],
     [None unless set]
+    /// A module inside of the attention module, with which the caller changes the input of keys and values.
+    of_caller: &'static str,
     /// The name of the sinks in checkpoints, where it is not `sinks`.
     sinks_name: &'static str,
     /// The field with the config of the text, in a model that has other parts too.
@@ -156,6 +165,14 @@ columns! {
     latent: Latent,
     /// Layers of linear attention among the others.
     linear: Linear,
+}
+
+/// Attention of a model besides the self-attention of its layers: of another stack of layers, or to other inputs.
+#[derive(Clone, Copy)]
+pub(super) struct NamedAttention {
+    /// The name by which callers request it, mostly that of its module.
+    pub name: &'static str,
+    pub family: Family,
 }
 
 /// A change of the config by fields that no column describes.

@@ -1,6 +1,6 @@
 //! Rotary positions on several axes: decoders of text in models of images and videos, and encoders of images.
 
-use super::{Bias, Family, Number};
+use super::{Bias, Family, Number, Scale};
 use super::images_and_sound::{CLIP_IMAGES, IMAGES};
 use super::{DECODER, ENCODER, LLAMA, QKV, rms_per_head};
 use crate::hf::linear::Linear;
@@ -59,6 +59,8 @@ const GLM_OCR_IMAGES: Family = GLM4V_IMAGES.of("glm_ocr_vision").layers(24).widt
 const SIGLIP_ON_AXES: Family = CLIP_IMAGES.of("paddleocr_vl_vision").layers(27).width(1152).query_heads(16)
     .below(&["model.visual.vision_model.", "visual.vision_model.", "model.vision_model.", "vision_model.", ""])
     .rope(image(10_000.0));
+const DINOV3: Family = ENCODER.of("dinov3_vit").layers(12).width(384).query_heads(6).rope(image(100.0))
+    .bias(Bias::Each(&[("query_bias", true), ("key_bias", false), ("value_bias", true), ("proj_bias", true)]));
 /// Layers without the prefix of an encoder.
 const TOWER: Family = ENCODER.at(IMAGES, "layers.{}.self_attn", WeightLayout::Opt).rope(image(10_000.0));
 const MUSE: Family = TOWER.of("muse_glimmer_vision").layers(50).width(1536).query_heads(16)
@@ -70,14 +72,19 @@ pub(super) const ROWS: &[Family] = &[
     Family { qk_norm: None, ..QWEN3_VL }.of("cosmos3_edge_text").layers(28).width(2048).query_heads(16).grouped(8, 128)
         .rope(qwen3_vl(rope(1e8, 131_072))),
     // As published, and as transformers 5 saves it.
-    ENCODER.of("dinov3_vit").layers(12).width(384).query_heads(6)
-        .at(&["dinov3_vit.", "", "model."], "layer.{}.attention", WeightLayout::Canonical)
-        .or_at(&["dinov3_vit.model.", "dinov3_vit.", ""], "model.layer.{}.attention", WeightLayout::Canonical)
-        .rope(image(100.0))
-        .bias(Bias::Each(&[("query_bias", true), ("key_bias", false), ("value_bias", true), ("proj_bias", true)])),
+    DINOV3.at(&["dinov3_vit.", "", "model."], "layer.{}.attention", WeightLayout::Canonical)
+        .or_at(&["dinov3_vit.model.", "dinov3_vit.", ""], "model.layer.{}.attention", WeightLayout::Canonical),
+    // Queries, a class token and registers are at 0, before the patches. The masks of its last layers are the caller's.
+    DINOV3.of("eomt_dinov3").layers(24).width(1024).query_heads(16)
+        .at(&[""], "layers.{}.attention", WeightLayout::Canonical),
     QWEN3_VL_IMAGES.of("exaone4_5_vision").layers(32).width(3584).query_heads(16).kv_heads(8).head_dim_follows(true),
     QWEN3_VL_IMAGES.of("ernie4_5_vl_moe_vision").layers(32).width(1280).query_heads(16)
         .at(&["model.vision_tower.", "vision_tower.", "model.visual.", "visual.", ""], "blocks.{}.attn", QKV),
+    // Columns, then rows.
+    ENCODER.of("gemma4_vision").layers(16).width(768).query_heads(12).grouped(12, 64).bias(Bias::None)
+        .at(&["model.vision_tower.", "vision_tower.", ""], "encoder.layers.{}.self_attn", WeightLayout::Moshi)
+        .rope(rope(100.0, 1).axes(Axes(RopeAxisLayout::AxialParts, &[]))).qk_norm(rms_per_head(1e-6)).value_norm(true)
+        .scale(Scale::Fixed(1.0)).only(&[("use_clipped_linears", "false")]),
     GLM4V.of("glm4v_moe_text").layers(46).width(4096).query_heads(96).kv_heads(8).head_dim_follows(false)
         .bias(Bias::QkvIf("attention_bias", true)).rope(glm4v(rope(10_000.0, 65_536).partial(0.5))),
     GLM4V,
@@ -118,6 +125,8 @@ pub(super) const ROWS: &[Family] = &[
     QWEN2_VL.of("qwen2_5_omni_text").layers(28).width(3584).query_heads(28).kv_heads(4)
         .below(&["thinker.model.", "model.", ""])
         .window(Window::From(28)),
+    QWEN2_VL.of("qwen2_5_omni_talker").layers(28).width(3584).query_heads(28).grouped(4, 128).head_dim_follows(false)
+        .below(&["talker.model.", "model.", ""]).window(Window::From(28)),
     QWEN3_VL_IMAGES.of("qwen2_5_omni_vision_encoder").layers(32).width(3584).query_heads(16)
         .at(VISUAL, "blocks.{}.attn", WeightLayout::QwenOmni),
     QWEN3_VL_IMAGES.of("qwen2_5_vl_vision").layers(32).width(3584).query_heads(16),
@@ -148,6 +157,12 @@ pub(super) const ROWS: &[Family] = &[
     ENCODER.of("sam3_vit_model").layers(32).width(1024).query_heads(16)
         .at(SAM3, "layers.{}.attention", WeightLayout::Canonical)
         .rope(rope(10_000.0, 1).axes(Axes(RopeAxisLayout::Axial, &[])).interleaved()),
+    // As published, and by the names of transformers' own module.
+    DINOV3.of("sapiens2").layers(24).width(1024).query_heads(16)
+        .at(&["", "backbone."], "blocks.{}.attn", WeightLayout::Sapiens)
+        .or_at(&["model.model.", "model.", "backbone.model.", ""], "layer.{}.attention", WeightLayout::Canonical)
+        .bias(Bias::Each(&[("query_bias", true), ("key_bias", true), ("value_bias", true), ("proj_bias", true)]))
+        .rules(&[rules::sapiens]),
     // Columns, then rows.
     TOWER.of("step3p5_vision").layers(47).width(1536).query_heads(16).rope(image(10_000.0).interleaved())
         .at(&["vision_model.", "model.vision_model.", ""], "transformer.resblocks.{}.attn", WeightLayout::Torch),

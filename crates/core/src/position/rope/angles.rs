@@ -137,7 +137,7 @@ impl RotaryEmbedding {
     }
 
     fn rotation(&self, angles: Arc<Angles>, index: Arc<[u32]>) -> Rotation {
-        Rotation { angles, index, style: self.config.style(), inverse: false }
+        Rotation { angles, index, style: self.config.style(), parts: self.config.parts(), inverse: false }
     }
 
     /// Returns the number of pairs, r/2.

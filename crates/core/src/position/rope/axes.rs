@@ -29,6 +29,10 @@ pub enum RopeAxisLayout {
     /// Pair i belongs to axis i mod A. The n pairs of an axis have the frequencies `base^(-i/n)` (the images of Kimi
     /// K2.5). All axes have the same number of pairs.
     AxialTurns,
+    /// Each axis has a part of the head, with pairs inside of the part: in the style
+    /// [`RotateHalf`](crate::RopeStyle::RotateHalf) the two entries of a pair are half of the part apart. The n pairs of
+    /// an axis have the frequencies `base^(-i/n)` (the images of Gemma 4). All axes have the same number of pairs.
+    AxialParts,
 }
 
 /// Several axes on which tokens have positions: time, height and width of M-RoPE, rows and columns of an image. The
@@ -82,7 +86,13 @@ impl RopeAxes {
 
     /// Returns whether a token needs a position on each axis, since its angles follow from no single position.
     pub(crate) fn is_axial(&self) -> bool {
-        matches!(self.layout, RopeAxisLayout::Axial | RopeAxisLayout::AxialInterleaved | RopeAxisLayout::AxialTurns)
+        match self.layout {
+            RopeAxisLayout::Sections | RopeAxisLayout::Interleaved => false,
+            RopeAxisLayout::Axial
+            | RopeAxisLayout::AxialInterleaved
+            | RopeAxisLayout::AxialTurns
+            | RopeAxisLayout::AxialParts => true,
+        }
     }
 
     /// Checks the numbers of pairs, whose sum is `pairs`.
@@ -98,7 +108,9 @@ impl RopeAxes {
         let fits = match layout {
             RopeAxisLayout::Interleaved => sections.iter().enumerate().skip(1).all(reaches),
             RopeAxisLayout::AxialInterleaved => sections.iter().enumerate().all(reaches),
-            RopeAxisLayout::AxialTurns => sections.iter().all(|&section| section == sections[0]),
+            RopeAxisLayout::AxialTurns | RopeAxisLayout::AxialParts => {
+                sections.iter().all(|&section| section == sections[0])
+            }
             RopeAxisLayout::Sections | RopeAxisLayout::Axial => true,
         };
         if !fits {

@@ -51,6 +51,8 @@ pub struct RopeConfig {
     #[serde(default, deserialize_with = "scaling")]
     scaling: RopeScaling,
     axes: Option<RopeAxes>,
+    #[serde(default)]
+    reversed: bool,
 }
 
 /// Reads the option `style`.
@@ -74,7 +76,14 @@ impl RopeConfig {
     /// Returns the config that rotates whole heads in the style [`RopeStyle::RotateHalf`] without scaling. `base` is
     /// `rope_theta` of Hugging Face, often 10,000.
     pub fn new(base: f64) -> Self {
-        Self { base, style: RopeStyle::RotateHalf, rotary_dim: None, scaling: RopeScaling::None, axes: None }
+        Self {
+            base,
+            style: RopeStyle::RotateHalf,
+            rotary_dim: None,
+            scaling: RopeScaling::None,
+            axes: None,
+            reversed: false,
+        }
     }
 
     /// Sets which two entries of a head are a pair. The default is [`RopeStyle::RotateHalf`].
@@ -107,6 +116,12 @@ impl RopeConfig {
         self
     }
 
+    /// Sets whether pairs are rotated by the opposite angles (nanochat). The default is no.
+    pub fn with_reversed(mut self, reversed: bool) -> Self {
+        self.reversed = reversed;
+        self
+    }
+
     /// Returns the base of the geometric series of frequencies.
     pub fn base(&self) -> f64 {
         self.base
@@ -132,6 +147,19 @@ impl RopeConfig {
         self.axes.as_ref()
     }
 
+    /// Returns whether pairs are rotated by the opposite angles.
+    pub fn reversed(&self) -> bool {
+        self.reversed
+    }
+
+    /// Returns the number of parts of a head inside of which entries are paired.
+    pub(super) fn parts(&self) -> usize {
+        match &self.axes {
+            Some(axes) if axes.layout() == RopeAxisLayout::AxialParts => axes.sections().len(),
+            _ => 1,
+        }
+    }
+
     /// Returns the number of axes.
     pub(super) fn num_axes(&self) -> usize {
         self.axes.as_ref().map_or(1, |axes| axes.sections().len())
@@ -155,7 +183,9 @@ impl RopeConfig {
                         let has_turn = n / sections.len() < sections[turn];
                         RotatedPair { axis: if has_turn { turn } else { 0 }, index: n, count }
                     }
-                    RopeAxisLayout::Axial => RotatedPair { axis, index: in_section, count: section },
+                    RopeAxisLayout::Axial | RopeAxisLayout::AxialParts => {
+                        RotatedPair { axis, index: in_section, count: section }
+                    }
                     RopeAxisLayout::AxialInterleaved => {
                         RotatedPair { axis, index: in_section * sections.len() + axis, count }
                     }

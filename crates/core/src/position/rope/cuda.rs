@@ -16,6 +16,9 @@ pub const ROTATION_CASE: FirstUseCase =
 impl Rotation {
     /// Rotates heads (B, T, H, D) as [`apply`](Self::apply) does; `None` if the kernel does not support the call.
     pub(super) fn by_kernel(&self, xs: &Tensor) -> Result<Option<Tensor>> {
+        if self.parts > 1 && self.style == RopeStyle::RotateHalf {
+            return Ok(None);
+        }
         let xs = with_contiguous_rows(xs)?;
         let kernel = self.kernel(&xs)?;
         if kernel.plan().is_err() || ROTATION_CASE.check(xs.device(), xs.dtype()).is_err() {

@@ -87,7 +87,8 @@ pub(super) fn frequencies(config: &RopeConfig, pairs: usize, length: usize) -> V
     let mut frequencies = Vec::with_capacity(pairs);
     for (i, RotatedPair { axis, index, count }) in config.pairs(pairs).into_iter().enumerate() {
         let period = power(base, (index as f32 / count as f32).into());
-        frequencies.push(PairFrequency { axis, frequency: frequency(i, period) });
+        let frequency = if config.reversed() { -frequency(i, period) } else { frequency(i, period) };
+        frequencies.push(PairFrequency { axis, frequency });
     }
     frequencies
 }

@@ -69,8 +69,8 @@ impl RotaryEmbedding {
     /// Returns the rotary embedding of given tables of cosines and sines, (P, r/2) each: row p is for position p, and
     /// column i for pair i of the r entries of a head that the config rotates. They are stored in f32.
     ///
-    /// The config says which entries are pairs; its base and scaling are ignored. Most models of Hugging Face compute
-    /// tables (P, r) in which the r/2 columns occur twice: pass `cos.narrow(1, 0, r / 2)?`.
+    /// The config says which entries are pairs; its base, scaling and direction are ignored. Most models of Hugging
+    /// Face compute tables (P, r) in which the r/2 columns occur twice: pass `cos.narrow(1, 0, r / 2)?`.
     ///
     /// ```
     /// use candle_attention::{RopeConfig, RotaryEmbedding};
@@ -179,6 +179,8 @@ pub(crate) struct Rotation {
     /// The row of angles of each token, T for all sequences or B · T.
     index: Arc<[u32]>,
     style: RopeStyle,
+    /// The number of parts of a head inside of which entries are paired.
+    parts: usize,
     /// Whether tokens are rotated by the opposite angles, in the backward pass.
     inverse: bool,
 }
@@ -221,12 +223,15 @@ impl Rotation {
             let signed_sin = sign * sin;
             (x * cos - y * signed_sin, y * cos + x * signed_sin)
         };
-        let half = cosines.len();
         match self.style {
             RopeStyle::RotateHalf => {
-                let (first, second) = head[..2 * half].split_at_mut(half);
-                for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cosines).zip(sines) {
-                    (*x, *y) = rotated(*x, *y, cos, sin);
+                let half = cosines.len() / self.parts;
+                let parts = head.chunks_exact_mut(2 * half);
+                for ((part, cosines), sines) in parts.zip(cosines.chunks_exact(half)).zip(sines.chunks_exact(half)) {
+                    let (first, second) = part.split_at_mut(half);
+                    for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cosines).zip(sines) {
+                        (*x, *y) = rotated(*x, *y, cos, sin);
+                    }
                 }
             }
             RopeStyle::Interleaved => {
@@ -258,7 +263,14 @@ impl Rotation {
             (RopeStyle::Interleaved, false) => rotary_emb::rope_i,
             (RopeStyle::Interleaved, true) => rotary_emb::rope_i_slow,
         };
-        let rotated = rotate(&inputs, &cos, &sin)?.to_dtype(xs.dtype())?.transpose(1, 2)?;
+        let width = r / self.parts;
+        let mut parts = Vec::with_capacity(self.parts);
+        for part in 0..self.parts {
+            let angles_of = |table: &Tensor| table.narrow(1, part * width / 2, width / 2)?.contiguous();
+            let inputs_of = inputs.narrow(3, part * width, width)?.contiguous()?;
+            parts.push(rotate(&inputs_of, &angles_of(&cos)?, &angles_of(&sin)?)?);
+        }
+        let rotated = Tensor::cat(&parts, 3)?.to_dtype(xs.dtype())?.transpose(1, 2)?;
         let rotated = in_one(rotated, [b, t, h, r])?;
         if r == d { rotated.contiguous() } else { Tensor::cat(&[&rotated, &xs.narrow(3, r, d - r)?], 3)?.contiguous() }
     }
@@ -312,8 +324,9 @@ mod tests {
         let ragged =
             Positions::from_tensor("positions", &Tensor::new(&[[5u32, 6, 7], [0, 0, 1]], &Device::Cpu)?, b, t)?;
         for style in [RopeStyle::RotateHalf, RopeStyle::Interleaved] {
-            for r in [4, 8] {
-                let config = RopeConfig::new(100.0).with_style(style).with_rotary_dim(r);
+            for (r, parts) in [(4, 1), (8, 1), (8, 2)] {
+                let axes = (parts > 1).then(|| RopeAxes::new(vec![r / 2 / parts; parts], RopeAxisLayout::AxialParts));
+                let config = RopeConfig::new(100.0).with_style(style).with_rotary_dim(r).with_axes(axes);
                 let rotary = RotaryEmbedding::new(&config, d)?;
                 for positions in [Positions::starting_at(&[4], t)?, ragged.clone()] {
                     let rotation = rotary.at(&positions)?;
@@ -335,7 +348,7 @@ mod tests {
                     ];
                     for (n, (found, expected)) in pairs.into_iter().enumerate() {
                         let off = (found - expected)?.abs()?.max_all()?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
-                        assert!(off < 1e-6, "{style:?}, r = {r}, pair {n}: off by {off}");
+                        assert!(off < 1e-6, "{style:?}, r = {r}, {parts} parts, pair {n}: off by {off}");
                     }
                 }
             }
