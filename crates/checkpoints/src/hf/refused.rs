@@ -42,6 +42,7 @@ const MISSING: &[Refused] = &[
     of("a relative bias with a gate by content", &["wavlm"]),
     of("a scale for each dimension of the queries", &["timesfm", "timesfm2_5"]),
     of("a scale of the values", &["mimo_v2_flash"]),
+    of("a window that keeps the prompt", &["unlimited_ocr_text"]),
     of("an approximation of softmax attention", &["informer", "mra", "nystromformer", "reformer", "yoso"]),
     of("an output gate with a bias for each head", &["beam"]),
     of("attention inside of a mixture of experts", &["jetmoe"]),
@@ -73,11 +74,8 @@ const MISSING: &[Refused] = &[
     of("latent attention with a gate", &["bailing_hybrid"]),
     of("models of the package timm", &["gemma3n_vision", "timm_backbone"]),
     of("n-grams that are predicted together", &["prophetnet"]),
-    of("names or options that no supported model has", &[
-        "codegen", "conditional_detr", "dab-detr", "diffusion_gemma", "superglue",
-        "unlimited_ocr_text",
-    ]),
-    of("one softmax over the keys of the decoder and of the encoder", &["t5gemma2_decoder"]),
+    of("layers that a list of their kinds counts", &["superglue"]),
+    of("one softmax over the keys of the decoder and of the encoder", &["diffusion_gemma", "t5gemma2_decoder"]),
     of("outputs without their part along the values", &["neomme"]),
     of("relative positions by content", &[
         "funnel", "gemma3n_audio", "gemma4_audio", "granite_speech_encoder", "granite_speech_plus_encoder",
@@ -87,15 +85,15 @@ const MISSING: &[Refused] = &[
     ]),
     of("relative positions by content (DeBERTa)", &["deberta"]),
     of("rotary positions by learned frequencies", &["lightglue", "mlcd_vision_model"]),
-    of("rotary positions of an image or a video, on two or three axes", &[
-        "edgetam_video", "sam2_video", "sam3_tracker_video", "vjepa2",
-    ]),
+    of("rotary positions of another input's keys, on two axes", &["edgetam_video", "sam2_video", "sam3_tracker_video"]),
     of("rotary positions of the values", &["clvp_encoder"]),
-    of("rotary positions on several axes", &["ernie4_5_vl_moe_text", "hunyuan_vl_text", "qwen2_5_omni_dit"]),
+    of("rotary positions of the first head alone", &["qwen2_5_omni_dit"]),
+    of("rotary positions on three axes, two of which take turns", &["ernie4_5_vl_moe_text"]),
+    of("rotary positions with two angles for the entries of a pair", &["hunyuan_vl_text", "vjepa2"]),
     of("several stacks of layers", &[
-        "clvp", "evolla", "hrm_text", "lxmert", "mobilevit", "seamless_m4t",
-        "seamless_m4t_v2",
+        "clvp", "evolla", "hrm_text", "lxmert", "mobilevit", "seamless_m4t", "seamless_m4t_v2",
     ]),
+    of("rows of queries, values and keys in four groups", &["codegen"]),
     of("two latent attentions in a layer, with a scale of the latents", &["longcat_flash"]),
 ];
 

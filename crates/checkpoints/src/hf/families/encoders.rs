@@ -180,9 +180,9 @@ const TROCR: &[&str] = &["model.", "decoder.model.", ""];
 const PP_FORMULANET: &[&str] = &["model.decoder.", "decoder.", "head.decoder.", ""];
 const DROPOUT: Number = Number("attention_dropout", 0.1);
 
-const BART: Family = ENCODER.layers_from("encoder_layers").width_from("d_model")
-    .query_heads_from("encoder_attention_heads")
-    .at(BASE, "encoder.layers.{}.self_attn", WeightLayout::Opt).decoder(&BART_DECODER).cross(&BART_CROSS);
+const BART_ENCODER: Family = ENCODER.layers_from("encoder_layers").width_from("d_model")
+    .query_heads_from("encoder_attention_heads").at(BASE, "encoder.layers.{}.self_attn", WeightLayout::Opt);
+const BART: Family = BART_ENCODER.decoder(&BART_DECODER).cross(&BART_CROSS);
 const BART_DECODER: Family = ENCODER.layers_from("decoder_layers").width_from("d_model")
     .query_heads_from("decoder_attention_heads").usual_names(false)
     .aliases(&[("hidden_size", "d_model")]).at(BASE, "decoder.layers.{}.self_attn", WeightLayout::Opt)
@@ -240,6 +240,9 @@ pub(super) const WITH_DECODERS: &[Family] = &[
     BART.of("blenderbot").layers(2).width(2560).query_heads(32)
         .default_decoder_sizes(Sizes { layers: 24, embed_dim: 2560, num_heads: 32 }),
     BART.of("blenderbot-small").layers(8).width(512).query_heads(16),
+    // Their encoders.
+    BART_ENCODER.of("conditional_detr").layers(6).width(256).query_heads(8),
+    BART_ENCODER.of("dab-detr").width_from(HIDDEN).layers(6).width(256).query_heads(8),
     DETR.of("detr").layers(6).width(256).query_heads(8),
     BART.of("fsmt").layers(12).width(1024).query_heads(16),
     BART.of("m2m_100").layers(12).width(1024).query_heads(16).dropout(DROPOUT),
