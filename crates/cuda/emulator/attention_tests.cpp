@@ -128,8 +128,10 @@ static bool run_backward(Call& call, const Gradients& gradients) {
     if (is_good && c.has_sinks)
         is_good = launch(c, "attention_backward_sinks", a.heads, 1, 1, SMALL_BLOCK_THREADS, 16, a,
                          attention_backward_sinks);
+#ifdef TILES_SHARED_BYTES // the Metal kernels find the intervals of tiles themselves
     is_good = is_good && launch(c, "attention_backward_tiles", a.query_tiles, a.sequences, 1, SMALL_BLOCK_THREADS,
                                 TILES_SHARED_BYTES, a, attention_backward_tiles);
+#endif
 #if !FUSED_BACKWARD
     a.blocks = quotient(call.most_queries, QUERY_BLOCK);
     is_good = is_good && launch(c, "attention_backward_queries", a.blocks * a.heads * a.sequences, 1, 1, QUERY_THREADS,

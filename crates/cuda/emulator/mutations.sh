@@ -56,7 +56,7 @@ mutate "forward: chunks of negative positions round towards zero" "$forward" mas
 mutate "forward: lengths of the first sequence for all" "$forward" masks.cuh 'arguments.key_lengths + index' 'arguments.key_lengths'
 mutate "forward: a bias of the least float overflows" "-DELEMENT=1 -DHEAD_DIM=32 -DFORWARD_WARPS=2 -DKERNEL_SET=1 -DHAS_BIAS=2" \
     specialization.cuh '#define FORWARD_KERNELS 1' $'#define FORWARD_KERNELS 1\n#undef NATURAL_SCORES\n#define NATURAL_SCORES 0'
-mutate "dropout: words of the wrong rows" "$forward -DHAS_DROPOUT=1" dropout.cuh 'is_odd ? query + 8 : query' 'query'
+mutate "dropout: words of the wrong rows" "$forward -DHAS_DROPOUT=1" dropout_words.cuh 'is_odd ? query + 8 : query' 'query'
 mutate "ALiBi: positions count from the first query" "$forward -DHAS_ALIBI=1" modifiers.cuh \
     'modifiers.first_position = sequence.first_position;' 'modifiers.first_position = 0;'
 
@@ -95,7 +95,7 @@ mutate "backward: slopes of a head run into the next" "$fused -DHAS_ALIBI=1 -DSL
     'gradients.slope = 0;' ''
 mutate "backward: the softcap's derivative is left out" "$fused -DHAS_SOFTCAP=1" backward_keys.cuh \
     'if (HAS_PRODUCT_DERIVATIVE)' 'if (false)'
-mutate "backward: the bias is summed over one head" "$fused -DHAS_BIAS=1 -DBIAS_GRADIENT=1 -DALIGNED_BIAS=0" modifier_sums.cuh \
+mutate "backward: the bias is summed over one head" "$fused -DHAS_BIAS=1 -DBIAS_GRADIENT=1 -DALIGNED_BIAS=0" gradient_sums.cuh \
     'sums_heads ? arguments.heads' 'sums_heads ? 1'
 ((missed == 0)) && echo "the tests notice every mistake"
 exit $missed

@@ -7,28 +7,17 @@
 #include "loads.cuh"
 #include "masks.cuh"
 #include "tile_intervals.cuh"
+#include "gradient_sums.cuh"
 
 #if KERNEL_SET & BACKWARD_KERNELS
-// delta: the sum of output * output_gradient over a row, less the gradient of the log-sum-exp. The gradient of a score
-// is its weight times the difference of the weight's gradient and delta.
 KERNEL(attention_backward_delta, SMALL_BLOCK_THREADS, 1, AttentionArguments) {
     const int warps = SMALL_BLOCK_THREADS / 32;
     const GridPlace place = grid_place((arguments.query_count + warps - 1) / warps, arguments.heads);
     const int lane = thread_index() & 31, query = place.x * warps + thread_index() / 32;
     const int head = place.y, batch = place.z;
     if (query >= arguments.query_count) return;
-    const char* output = row_address((const void*)arguments.output, arguments.output_strides, batch, head, query,
-                                     ELEMENT_BYTES);
-    const char* gradient = row_address(arguments.output_gradient, arguments.output_gradient_strides, batch, head, query,
-                                       ELEMENT_BYTES);
-    float sum = 0;
-    for (int column = lane; column < VALUE_DIM; column += 32)
-        sum += load_element(output, column) * load_element(gradient, column);
-    sum = warp_sum(sum);
-    if (lane != 0) return;
-    const i64 row = ((i64)batch * arguments.heads + head) * arguments.query_count + query;
-    if (arguments.log_sum_exp_gradient) sum -= load_global(arguments.log_sum_exp_gradient + row);
-    store_global(arguments.delta + row, sum);
+    const float sum = warp_sum(delta_of_lane(arguments, batch, head, query, lane));
+    if (lane == 0) store_delta(arguments, batch, head, query, sum);
 }
 
 // The intervals of a tile of BACKWARD_QUERIES queries, for all heads. With FUSED_BACKWARD, the turns begin with 0.

@@ -11,10 +11,10 @@
 #include "loads.cuh"
 #include "masks.cuh"
 #include "tile_intervals.cuh"
-#include "dropout.cuh"
+#include "dropout_words.cuh"
 #include "modifiers.cuh"
 #include "query_block.cuh"
-#include "softmax.cuh"
+#include "row_weights.cuh"
 
 #if (KERNEL_SET & BACKWARD_KERNELS) && !FUSED_BACKWARD
 #define QUERY_KEY_TILES (QUERY_KEYS / 8)

@@ -14,7 +14,7 @@
 #include "masks.cuh"
 #include "tile_intervals.cuh"
 #include "key_rows.cuh"
-#include "dropout.cuh"
+#include "dropout_words.cuh"
 #include "modifiers.cuh"
 #include "query_block.cuh"
 #include "softmax.cuh"

@@ -7,7 +7,7 @@
 #include "masks.cuh"
 #include "modifiers.cuh"
 #include "dropout.cuh"
-#include "softmax.cuh"
+#include "row_weights.cuh"
 #include "backward_prepare.cuh"
 
 #if KERNEL_SET & BACKWARD_KERNELS

@@ -1,4 +1,4 @@
-// The softmax over keys that arrive tile by tile, and the weights that the backward pass computes again.
+// The softmax over keys that arrive tile by tile.
 //
 // A row has the maximum of its scores and the sum of exp(score - maximum) over the keys so far; its output is relative
 // to the same maximum. Each lane sums the scores that it has: the sum of a row is that of four lanes.
@@ -62,25 +62,4 @@ DEVICE void update_softmax(SoftmaxState<ROW_TILES, OUTPUT_TILES>& state, float (
                 }
             state.sum[tile][r] += sum;
         }
-}
-
-// ---- backward ----
-
-DEVICE RowStatistics load_row_statistics(const AttentionArguments& arguments, i64 row) {
-    RowStatistics statistics;
-    statistics.log2_sum = load_global(arguments.row_statistics + row);
-    statistics.maximum = NATURAL_SCORES ? load_global(row_maxima(arguments) + row) : 0.0f;
-    return statistics;
-}
-
-// The weight of a score, which is a product unless MODIFIES_SCORES; `scale` is exponent_scale.
-DEVICE float normalized_weight(float score, const RowStatistics& row, float scale) {
-    if (NATURAL_SCORES) return exp2_approximate(fused_multiply_add(score - row.maximum, scale, -row.log2_sum));
-    return exp2_approximate(MODIFIES_SCORES ? score - row.log2_sum : fused_multiply_add(score, scale, -row.log2_sum));
-}
-
-// The weight of a sink.
-DEVICE float weight_of_sink(const AttentionArguments& arguments, float sink, const RowStatistics& row) {
-    const float natural = NATURAL_SCORES ? natural_score(arguments, row.maximum) : 0.0f;
-    return exp2_approximate(power_of_sink(sink, natural) - row.log2_sum);
 }

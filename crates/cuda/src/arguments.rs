@@ -27,7 +27,7 @@ kernel_struct! {
         pub output: OutputPointer<Elements>,
         /// (B, H, T_q), natural; -inf for a fully masked row. May be null.
         pub log_sum_exp: OutputPointer<f32>,
-        /// (2, B, H, T_q): what the backward pass computes weights from, as softmax.cuh says. May be null in the
+        /// (2, B, H, T_q): what the backward pass computes weights from, as row_results.cuh says. May be null in the
         /// forward pass.
         pub row_statistics: OutputPointer<f32>,
         // ---- score modifiers ----

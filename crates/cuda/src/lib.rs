@@ -62,7 +62,7 @@ pub fn device_name(device: &Device) -> Result<String, Unsupported> {
 #[doc(hidden)]
 pub mod shared {
     pub use crate::arguments::{AttentionArguments, SMALL_BLOCK_THREADS};
-    pub use crate::attention::InputAddresses;
+    pub use crate::attention::{InputAddresses, layout_strides, row_strides};
     pub use crate::device::check_dtype;
     #[cfg(feature = "emulator")]
     pub use crate::device::{CpuMemory, cpu_memory, emulator};

@@ -44,10 +44,12 @@ const FILES: &[SourceFile] = source_files![
     "delta_tile.cuh",
     "device.cuh",
     "dropout.cuh",
+    "dropout_words.cuh",
     "elements.cuh",
     "forward.cuh",
     "gate.cu",
     "gated_norm.cu",
+    "gradient_sums.cuh",
     "key_block.cuh",
     "key_rows.cuh",
     "linear_codes.cu",
@@ -68,6 +70,7 @@ const FILES: &[SourceFile] = source_files![
     "rotation.cu",
     "row_elements.cuh",
     "row_results.cuh",
+    "row_weights.cuh",
     "softmax.cuh",
     "specialization.cuh",
     "tf32_products.cuh",
@@ -85,8 +88,17 @@ pub(crate) fn hash() -> u128 {
 }
 
 /// The files that the Metal kernels share. Their pointers and references have address spaces.
-const SHARED_FILES: &[&str] =
-    &["combine_rows.cuh", "elements.cuh", "masks.cuh", "modifiers.cuh", "row_results.cuh", "specialization.cuh"];
+const SHARED_FILES: &[&str] = &[
+    "combine_rows.cuh",
+    "dropout.cuh",
+    "elements.cuh",
+    "gradient_sums.cuh",
+    "masks.cuh",
+    "modifiers.cuh",
+    "row_results.cuh",
+    "row_weights.cuh",
+    "specialization.cuh",
+];
 
 /// Returns the text of a file that the Metal kernels share.
 pub fn shared_file(name: &str) -> Option<&'static str> {

@@ -29,6 +29,16 @@ inline void check_shared_bytes(u32 bytes) {
     if (bytes != machine().shared.size()) fail("the launch has other threadgroup memory than the kernel");
 }
 
+// The bytes that kernels read from device memory, and their products of matrices.
+struct Counts {
+    u64 bytes_read = 0;
+    u64 products = 0; // multiplications with an addition
+};
+inline Counts& counts() {
+    static Counts all;
+    return all;
+}
+
 struct MatrixArgument {
     float2* sum;
     float2 left, right;
@@ -37,6 +47,7 @@ struct MatrixArgument {
 // index say which columns, the others which row.
 inline void multiply_add_8x8(float2& sum, float2 left, float2 right) {
     MatrixArgument own{&sum, left, right};
+    counts().products += 8 * 8 * 8 / 32; // a lane's share
     collective("simdgroup_multiply_accumulate", &own, [](void** all) {
         static float a[8][8], b[8][8];
         auto row = [](int lane) { return (lane >> 4) << 2 | (lane >> 1 & 3); };

@@ -81,6 +81,45 @@ mutate "decode: parts that overlap" "$plain" 'begin + split * share' 'begin + sp
 mutate "decode: sums of simdgroups are not weighted" "$plain" \
     'load_shared(from + 1) * exp2_approximate((load_shared(from) - reference) * scale)' 'load_shared(from + 1)'
 mutate "combine: parts are not weighted by their sums" "$plain" 'own.y * exp2_approximate' 'exp2_approximate'
+backward="-DELEMENT=2 -DHEAD_DIM=16 -DKERNEL_SET=5"
+mutate "backward: no barrier before queries are overwritten" "$backward" \
+    $'block_barrier();\n            load_query_tile(' 'load_query_tile('
+mutate "backward: no barrier before queries are read" "$backward" \
+    $'keys_of_lane, tile);\n            block_barrier();' 'keys_of_lane, tile);'
+mutate "backward: no barrier before keys are overwritten" "$backward" \
+    $'block_barrier();\n        load_tile_rows(key_tile' 'load_tile_rows(key_tile'
+mutate "backward: a mask of queries that is one key too long" "$backward" 'key >= own.end) return 0.0f' \
+    'key > own.end) return 0.0f'
+mutate "backward: a mask of keys that begins one key late" "$backward" 'own.key < first || own.key >= end' \
+    'own.key <= first || own.key >= end'
+mutate "backward: tiles of queries are left out" "$backward" 'attended.end <= own.first_key)' \
+    'attended.end <= own.first_key + 8)'
+mutate "backward: delta of the first head" "$backward" 'delta = load_global(arguments.delta + at)' \
+    'delta = load_global(arguments.delta + at % arguments.query_count)'
+mutate "backward: the gradient of the log-sum-exp is left out" "$backward" \
+    'if (arguments.log_sum_exp_gradient) sum -=' 'if (false) sum -='
+mutate "backward: tiles are not transposed" "$backward" '(8 * c + place.column) * pitch + 8 * d + place.row' \
+    '(8 * c + place.row) * pitch + 8 * d + place.column'
+mutate "backward: the gradient of keys is not scaled" "$backward" 'key_sums, arguments.scale' 'key_sums, 1.0f'
+mutate "backward: heads of another group" "$backward" 'own.key_head * own.group + number' 'own.key_head + number'
+mutate "backward: numbers that are not finite reach rows that are masked" "$backward" \
+    'if (is_careful && !is_finite(numbers.x)) numbers.x = 0;' ''
+mutate "backward: queries that are not finite are lost" "$backward" 'add_special_row(own.place, row, sums.keys);' ''
+mutate "backward: keys that are not finite are lost" "$backward" 'if (is_careful) add_special_keys(arguments, own, sums);' ''
+mutate "backward: a write to an input" "$backward" 'row_address(arguments.query_gradient, arguments.query_gradient_strides' \
+    'row_address((GLOBAL void*)arguments.queries, arguments.query_strides'
+mutate "backward: the softcap's derivative is left out" "$backward -DHAS_SOFTCAP=1" 'pair.score * derivative' 'pair.score'
+mutate "backward: slopes by the position of the neighbour" "$backward -DHAS_ALIBI=1 -DSLOPE_GRADIENT=1" \
+    'position + 1 - own.key' 'position - own.key'
+mutate "backward: diagonals end one query early" "$backward -DHAS_RELATIVE_BIAS=1 -DRELATIVE_BIAS_GRADIENT=1" \
+    'query < end; query++' 'query < end - 1; query++'
+mutate "backward: no barrier before diagonals are read" "$backward -DHAS_RELATIVE_BIAS=1 -DRELATIVE_BIAS_GRADIENT=1" \
+    $'block_barrier();\n                add_diagonals' 'add_diagonals'
+mutate "backward: the bias is summed over one head" "$backward -DHAS_BIAS=1 -DBIAS_GRADIENT=1 -DALIGNED_BIAS=0" \
+    'sums_heads ? arguments.heads' 'sums_heads ? 1'
+mutate "dropout: words of the next query" "$backward -DHAS_DROPOUT=1" '(u32)(own.first_query + query)' \
+    '(u32)(own.first_query + query + 1)'
+mutate "dropout: the backward pass keeps all weights" "$backward -DHAS_DROPOUT=1" 'weight_gradient * kept' 'weight_gradient'
 mutate "threadgroup memory in the address space of a device" "$plain" 'load_shared(at + 1)' 'load_global(at + 1)'
 mutate "device memory in the address space of a threadgroup" "$plain" \
     'load_element(own.queries, column + 1)' \

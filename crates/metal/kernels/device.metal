@@ -19,15 +19,15 @@
 #define SHARED(T) emulator::SharedPointer<T>
 #define UNROLL
 #define BUFFER(index)
-// A kernel is a function of its bound buffers and its indices, and another one with the struct of arguments, by which
-// the emulator launches it.
-#define KERNEL(name, threads)                                                                                    \
-    static void name##_bound(ATTENTION_BUFFERS, u32 thread_index, u32 group_index);                              \
+// A kernel is a function of the buffers of a list and of its indices, and another one with the struct of arguments, by
+// which the emulator launches it.
+#define KERNEL_OF(list, name, threads)                                                                           \
+    static void name##_bound(list##_BUFFERS, u32 thread_index, u32 group_index);                                 \
     static void name(const AttentionArguments& arguments) {                                                      \
-        name##_bound(ATTENTION_BUFFERS_OF(arguments), emulator::machine().current, emulator::machine().block); \
+        name##_bound(list##_BUFFERS_OF(arguments), emulator::machine().current, emulator::machine().block);      \
     }                                                                                                            \
     static const emulator::Registration name##_registration(#name, name);                                        \
-    static void name##_bound(ATTENTION_BUFFERS, u32 thread_index, u32 group_index)
+    static void name##_bound(list##_BUFFERS, u32 thread_index, u32 group_index)
 #define SHARED_MEMORY(bytes) emulator::check_shared_bytes(bytes)
 #define SHARED_AT(T, byte) emulator::SharedPointer<T>(byte)
 #else
@@ -46,14 +46,16 @@ typedef long i64;
 #define SHARED(T) threadgroup T*
 #define UNROLL _Pragma("unroll")
 #define BUFFER(index) [[buffer(index)]]
-#define KERNEL(name, threads)                                                                                     \
+#define KERNEL_OF(list, name, threads)                                                                            \
     [[kernel, max_total_threads_per_threadgroup(threads)]] void name(                                             \
-        ATTENTION_BUFFERS, u32 thread_index [[thread_index_in_threadgroup]],                                      \
+        list##_BUFFERS, u32 thread_index [[thread_index_in_threadgroup]],                                      \
         u32 group_index [[threadgroup_position_in_grid]])
 // Variables of threadgroup memory are declared in a kernel (section 4.4).
 #define SHARED_MEMORY(bytes) threadgroup uint4 shared_memory[(bytes) / 16]
 #define SHARED_AT(T, byte) ((threadgroup T*)((threadgroup char*)shared_memory + (byte)))
 #endif
+// A kernel of the forward pass.
+#define KERNEL(name, threads) KERNEL_OF(ATTENTION, name, threads)
 #define DEVICE static inline
 #define DEVICE_METHOD
 
@@ -82,6 +84,7 @@ template <class T> DEVICE T load_shared(emulator::SharedPointer<T> from) { retur
 template <class T> DEVICE void store_shared(emulator::SharedPointer<T> to, T x) { emulator::store_shared<T>(to.at, x); }
 template <class T> DEVICE T load_global(const T* from) {
     emulator::check_global(from, sizeof(T), sizeof(T), "a load", false);
+    emulator::counts().bytes_read += sizeof(T);
     return *from;
 }
 template <class T> DEVICE void store_global(T* to, T x) {
@@ -98,6 +101,7 @@ DEVICE float tanh_of(float x) { return std::tanh(x); }
 DEVICE float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 DEVICE float larger(float a, float b) { return std::fmax(a, b); }
 DEVICE float absolute(float a) { return std::fabs(a); }
+DEVICE u32 multiply_high(u32 a, u32 b) { return u32(u64(a) * b >> 32); }
 DEVICE float f16_to_f32(u16 bits) { return emulator::f16_to_f32(bits); }
 DEVICE u16 f32_to_f16(float x) { return emulator::f32_to_f16(x); }
 DEVICE void multiply_add(float2& sum, float2 left, float2 right) { emulator::multiply_add_8x8(sum, left, right); }
@@ -123,6 +127,7 @@ DEVICE float tanh_of(float x) { return precise::tanh(x); }
 DEVICE float fused_multiply_add(float a, float b, float c) { return fma(a, b, c); }
 DEVICE float larger(float a, float b) { return fmax(a, b); }
 DEVICE float absolute(float a) { return fabs(a); }
+DEVICE u32 multiply_high(u32 a, u32 b) { return mulhi(a, b); }
 DEVICE float f16_to_f32(u16 bits) { return (float)as_type<half>(bits); }
 DEVICE u16 f32_to_f16(float x) { return as_type<u16>((half)x); }
 
@@ -158,6 +163,27 @@ DEVICE float row_max(float x) {
 DEVICE float row_sum(float x) {
     x += as_float(shuffle_bits_xor(as_bits(x), 1));
     return x + as_float(shuffle_bits_xor(as_bits(x), 8));
+}
+
+// The sum over the 32 threads of a simdgroup, in every thread.
+DEVICE float warp_sum(float x) {
+    UNROLL for (int d = 16; d > 0; d >>= 1) x += shuffle_xor(x, d);
+    return x;
+}
+
+// The place of a threadgroup in a grid of up to three dimensions, whose first index runs fastest. Launches have one
+// dimension.
+struct GridPlace {
+    int x;
+    int y;
+    int z;
+};
+DEVICE GridPlace grid_place(u32 index, int count_x, int count_y) {
+    const u32 rest = index / (u32)count_x;
+    GridPlace place;
+    place.x = (int)(index - rest * (u32)count_x), place.y = (int)(rest % (u32)count_y);
+    place.z = (int)(rest / (u32)count_y);
+    return place;
 }
 
 DEVICE float unpack_half(u16 bits) { return ELEMENT == 1 ? as_float((u32)bits << 16) : f16_to_f32(bits); }

@@ -12,6 +12,7 @@
 #include "masks.cuh"
 #include "modifiers.cuh"
 #include "row_results.cuh"
+#include "dropped_weights.metal"
 #include "tiles.metal"
 
 // Fragments of the keys of a tile.
@@ -37,6 +38,7 @@ struct ForwardThread {
     TileRows key_rows;
     TileRows value_rows;
     ScoreModifiers modifiers;
+    SequenceDropout dropout;
 };
 
 // The two elements of a fragment of the queries; zeros behind the last column and the last query.
@@ -100,6 +102,14 @@ DEVICE void update_softmax(LOCAL RowState& state, int fragments, LOCAL float2* s
     }
 }
 
+// Multiplies the weights of keys from `first` on by the factors of dropout.
+DEVICE void drop_weights(const LOCAL ForwardThread& own, int fragments, int first, LOCAL float2* weights) {
+    UNROLL for (int c = 0; c < fragments; c++) {
+        const float2 kept = kept_factors(own.dropout, own.query, first + 8 * c + own.column);
+        weights[c].x *= kept.x, weights[c].y *= kept.y;
+    }
+}
+
 // A value that is added later if it is not finite, and is smaller until then, where sums may exceed f32.
 DEVICE float careful_value(float value) { return is_finite(value) ? value * (1.0f / VALUE_GROWTH) : 0.0f; }
 
@@ -140,6 +150,7 @@ DEVICE void attend_to_keys(const LOCAL AttentionArguments& arguments, const LOCA
                 }
             }
             update_softmax(state, fragments, scores, output, scale);
+            if (HAS_DROPOUT) drop_weights(own, fragments, first, scores);
         }
         block_barrier();
         load_tile(tile, own.value_rows, key, own.first_key, own.end_key, own.index);
@@ -218,6 +229,7 @@ DEVICE void find_rows(LOCAL ForwardThread& own, const LOCAL AttentionArguments& 
     own.value_rows.width = VALUE_DIM, own.value_rows.columns = VALUE_COLUMNS;
     own.value_rows.pitch = FORWARD_VALUE_PITCH;
     own.modifiers = load_modifiers(arguments, sequence, sequence_index, own.head);
+    own.dropout = load_sequence_dropout(arguments, sequence, own.head);
 }
 
 DEVICE ForwardThread start_thread(const LOCAL AttentionArguments& arguments, const LOCAL BlockPlace& place,

@@ -47,10 +47,11 @@ struct TileRows {
     int pitch;   // of a tile
 };
 
-// Copies the rows from `key` on to a tile; rows outside of [first, end) become zeros.
-DEVICE void load_tile(SHARED(Element) tile, const LOCAL TileRows& rows, int key, int first, int end, int thread_index) {
+// Copies `count` rows from `key` on to a tile; rows outside of [first, end) become zeros.
+DEVICE void load_tile_rows(SHARED(Element) tile, const LOCAL TileRows& rows, int count, int key, int first, int end,
+                           int thread_index) {
     const int chunks = rows.columns / 4;
-    for (int n = thread_index; n < FORWARD_KEYS * chunks; n += FORWARD_THREADS) {
+    for (int n = thread_index; n < count * chunks; n += FORWARD_THREADS) {
         const int row = n / chunks, column = n % chunks * 4;
         Chunk chunk;
         if (key + row >= first && key + row < end) {
@@ -61,6 +62,10 @@ DEVICE void load_tile(SHARED(Element) tile, const LOCAL TileRows& rows, int key,
         SHARED(u32) to = words_of(tile + (row * rows.pitch + column));
         UNROLL for (int w = 0; w < ELEMENT_BYTES; w++) store_shared(to + w, chunk.words[w]);
     }
+}
+
+DEVICE void load_tile(SHARED(Element) tile, const LOCAL TileRows& rows, int key, int first, int end, int thread_index) {
+    load_tile_rows(tile, rows, FORWARD_KEYS, key, first, end, thread_index);
 }
 
 // Two neighbours of a row of a tile.

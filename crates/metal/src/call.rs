@@ -3,10 +3,11 @@
 use std::fmt;
 
 use candle_attention_call::{AttentionCall, AttentionDims, BoundedKeys, OutputLayout, RequestedResults};
-use candle_attention_cuda::shared::{AttentionArguments, RowStrides, SMALL_BLOCK_THREADS};
+use candle_attention_cuda::shared::{AttentionArguments, Define, RowStrides, SMALL_BLOCK_THREADS};
 use candle_attention_cuda::{CudaAttention, Unsupported};
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::backward_tile::MetalBackwardTile;
 use crate::launch::MetalLaunch;
 use crate::operands::MetalOperands;
 use crate::run::{check_known_failure, is_available, run};
@@ -65,6 +66,9 @@ pub struct MetalOutput {
     pub output: Tensor,
     /// The log-sum-exp of the scores in f32 (B, H, T_q), if it was requested; -inf for a fully masked query.
     pub log_sum_exp: Option<Tensor>,
+    /// The statistics of the softmax, from which a backward pass computes the weights, in f32 (2, B, H, T_q), if they
+    /// were requested.
+    pub softmax_stats: Option<Tensor>,
 }
 
 impl MetalAttention {
@@ -79,9 +83,6 @@ impl MetalAttention {
         if call.pages.is_some() {
             return Err(Unsupported::new("the Metal kernels read no keys and values in pages"));
         }
-        if call.scores.dropout.is_some() {
-            return Err(Unsupported::new("the Metal kernels drop no weights"));
-        }
         let checked = CudaAttention::new(call)?;
         let AttentionDims { b, t_q, t_kv, .. } = checked.call().dims;
         let packed = checked.call().keys.packed.as_ref();
@@ -94,6 +95,43 @@ impl MetalAttention {
     /// Returns the call.
     pub fn call(&self) -> &AttentionCall<Tensor, BoundedKeys<Tensor>> {
         self.checked.call()
+    }
+
+    /// Sets the seed of dropout, u32 (2,) on the device, if weights are dropped.
+    pub fn set_dropout_seed(&mut self, seed: Tensor) {
+        self.checked.set_dropout_seed(seed);
+    }
+
+    /// Returns the call as the kernels read it.
+    pub(crate) fn checked(&self) -> &CudaAttention {
+        &self.checked
+    }
+
+    /// Returns the number of sequences: the batch size, or the number of packed sequences.
+    pub(crate) fn sequences(&self) -> usize {
+        self.sequences
+    }
+
+    /// Returns T_q, or the most queries of a packed sequence.
+    pub(crate) fn longest_queries(&self) -> usize {
+        self.longest_queries
+    }
+
+    /// Returns T_kv, or the most keys of a packed sequence.
+    pub(crate) fn longest_keys(&self) -> usize {
+        self.longest_keys
+    }
+
+    /// Returns the columns of tiles.
+    pub(crate) fn columns(&self) -> TileColumns {
+        let AttentionDims { d, d_v, .. } = self.call().dims;
+        TileColumns { of_keys: d.next_multiple_of(16), of_values: d_v.next_multiple_of(16) }
+    }
+
+    /// Returns the macros of the tiles of all kernels.
+    pub(crate) fn tile_defines(&self) -> Vec<Define> {
+        let backward = MetalBackwardTile::of(self.columns(), self.call().q.dtype().size_in_bytes());
+        [self.tile().defines(), backward.defines()].concat()
     }
 
     /// Returns the kernel of the forward pass. Nothing is compiled, and no tensor is read.
@@ -113,20 +151,22 @@ impl MetalAttention {
         Ok(kernel)
     }
 
-    /// Computes the attention output, and the log-sum-exp if it is requested.
+    /// Computes the attention output, and the log-sum-exp and the statistics of the softmax if they are requested.
     ///
     /// # Errors
     /// If other results are requested, no kernel runs the call, or it does not compile.
     pub fn forward(&self, wanted: RequestedResults) -> Result<MetalOutput> {
-        if wanted.weights || wanted.statistics.is_some() || wanted.softmax_stats {
-            bail!("the Metal kernels return the output and the log-sum-exp, expected a call for these")
+        if wanted.weights || wanted.statistics.is_some() {
+            bail!("the Metal kernels store no attention weights, expected a call for other results")
         }
         let device = self.call().q.device();
         is_available(device)?;
         let PreparedLaunch { launches, arguments, operands } = self.prepare(wanted)?;
         let mut results = run(&launches, &arguments, operands, device)?.into_iter();
         let Some(output) = results.next() else { bail!("the Metal kernels returned no output") };
-        Ok(MetalOutput { output, log_sum_exp: results.next().filter(|_| wanted.log_sum_exp) })
+        let log_sum_exp = if wanted.log_sum_exp { results.next() } else { None };
+        let softmax_stats = if wanted.softmax_stats { results.next() } else { None };
+        Ok(MetalOutput { output, log_sum_exp, softmax_stats })
     }
 }
 
@@ -139,9 +179,7 @@ struct PreparedLaunch<'t> {
 
 impl MetalAttention {
     fn tile(&self) -> MetalTile {
-        let AttentionDims { d, d_v, .. } = self.call().dims;
-        let columns = TileColumns { of_keys: d.next_multiple_of(16), of_values: d_v.next_multiple_of(16) };
-        MetalTile::of(columns, self.call().q.dtype().size_in_bytes())
+        MetalTile::of(self.columns(), self.call().q.dtype().size_in_bytes())
     }
 
     /// Returns the number of pairs of a query and a head that share a key head.
@@ -154,9 +192,10 @@ impl MetalAttention {
         self.decode_rows().div_ceil(DECODE_ROWS) * self.call().dims.h_kv * self.sequences
     }
 
-    /// Returns the kernel that reads the keys less often, or that has enough threadgroups.
+    /// Returns the kernel that reads the keys less often, or that has enough threadgroups. The decode kernel drops no
+    /// weights.
     fn kernel(&self, tile: &MetalTile) -> MetalKernel {
-        if self.decode_rows() > MOST_DECODE_ROWS {
+        if self.decode_rows() > MOST_DECODE_ROWS || self.call().scores.dropout.is_some() {
             return MetalKernel::Forward;
         }
         let most = (self.longest_keys / (LEAST_TILES * tile.keys())).max(1);
@@ -188,16 +227,22 @@ impl MetalAttention {
         if wanted.log_sum_exp {
             arguments.log_sum_exp = operands.output("the log-sum-exp", DType::F32, (b, h, t_q))?;
         }
+        if wanted.softmax_stats {
+            let name = "the statistics of the softmax";
+            arguments.row_statistics = operands.output(name, DType::F32, (2, b, h, t_q))?;
+        }
         let tile = self.tile();
         let kernel = self.kernel(&tile);
         let mut defines = self.checked.forward_defines(&arguments);
-        defines.extend(tile.defines());
+        defines.push(Define { name: "KERNEL_SET", value: 3 });
+        defines.extend(self.tile_defines());
         let first = MetalLaunch {
             kernel: "attention_forward",
             defines,
             groups: self.groups(&tile, kernel),
             threads: tile.threads(),
             shared_bytes: tile.shared_bytes(),
+            pairs: None,
         };
         let MetalKernel::Decode { splits } = kernel else {
             arguments.blocks = self.longest_queries.div_ceil(tile.queries()) as i32;

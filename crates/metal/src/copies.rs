@@ -14,10 +14,9 @@ pub(crate) fn copy_of(tensor: &Tensor) -> Result<CpuStorage> {
     }
 }
 
-/// Returns memory whose numbers no result may depend on.
-pub(crate) fn poisoned(dtype: DType, count: usize) -> Result<CpuStorage> {
-    let nan = Tensor::full(f32::NAN, count, &Device::Cpu)?.to_dtype(dtype)?;
-    copy_of(&nan)
+/// Returns memory of one number: NaN where no result may depend on it.
+pub(crate) fn filled(dtype: DType, count: usize, number: f32) -> Result<CpuStorage> {
+    copy_of(&Tensor::full(number, count, &Device::Cpu)?.to_dtype(dtype)?)
 }
 
 /// Returns the address of the first byte of a copy.

@@ -26,8 +26,8 @@ use crate::source;
 const COMPILED: [&str; 2] = ["ELEMENT", "ELEMENT_BYTES"];
 
 /// The options of libraries. Arrays whose sizes are read at run time are an extension of the compiler.
-const OPTIONS: [&str; 7] =
-    ["-std=gnu++17", "-O1", "-fno-exceptions", "-fno-strict-aliasing", "-fPIC", "-w", "-DEMULATOR"];
+const OPTIONS: [&str; 8] =
+    ["-std=gnu++17", "-O1", "-fno-exceptions", "-fno-strict-aliasing", "-fPIC", "-w", "-DEMULATOR", "-DKERNEL_SET=7"];
 
 /// The libraries by the options of their constants.
 static LIBRARIES: LazyLock<Mutex<HashMap<Vec<String>, Arc<EmulatedProgram>>>> = LazyLock::new(Mutex::default);
@@ -65,7 +65,7 @@ pub(crate) fn run(
             constants: &constants,
             order: (launches_of_thread() % 3) as u32,
         };
-        if let Err(fault) = library(&launch.defines)?.launch(&emulated, arguments) {
+        if let Err(fault) = library(&launch.defines)?.launch(&emulated, &launch.arguments(arguments)) {
             panic!("the emulator found a fault: {fault}");
         }
     }
@@ -75,8 +75,17 @@ pub(crate) fn run(
     outputs.collect()
 }
 
+/// Compiles the libraries of some launches.
+///
+/// # Errors
+/// If one does not compile.
+pub(crate) fn prepare(launches: &[MetalLaunch]) -> Result<()> {
+    launches.iter().try_for_each(|launch| library(&launch.defines).map(|_| ()))
+}
+
+/// Returns the constants that a library reads at run time. A library has the kernels of all sets.
 fn read_at_run_time(defines: &[Define]) -> impl Iterator<Item = &Define> {
-    defines.iter().filter(|define| !COMPILED.contains(&define.name))
+    defines.iter().filter(|define| !COMPILED.contains(&define.name) && define.name != "KERNEL_SET")
 }
 
 /// Returns the library for the constants of a program, which is compiled unless it is there.

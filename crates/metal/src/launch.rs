@@ -2,7 +2,8 @@
 
 use std::cell::Cell;
 
-use candle_attention_cuda::shared::Define;
+use candle_attention_cuda::Unsupported;
+use candle_attention_cuda::shared::{AttentionArguments, Define};
 
 /// A kernel of a program, and the threadgroups of a launch.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -16,6 +17,41 @@ pub(crate) struct MetalLaunch {
     pub threads: usize,
     /// The bytes of threadgroup memory.
     pub shared_bytes: usize,
+    /// The pairs of a launch of the kernel of the gradients of keys, and of the one that sums the gradients of a
+    /// relative bias; `None` for the others.
+    pub pairs: Option<PairRange>,
+}
+
+/// Successive pairs of a sequence and a key head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct PairRange {
+    pub first: usize,
+    pub count: usize,
+}
+
+impl MetalLaunch {
+    /// Returns the arguments of the launch, from the arguments of the call.
+    pub fn arguments(&self, of_call: &AttentionArguments) -> AttentionArguments {
+        let mut own = *of_call;
+        if let Some(PairRange { first, count }) = self.pairs {
+            own.first_pair = first as i32;
+            own.pairs = count as i32;
+        }
+        own
+    }
+
+    /// Checks that Metal can launch the threadgroups.
+    ///
+    /// # Errors
+    /// If it does not.
+    pub fn check_groups(&self) -> std::result::Result<(), Unsupported> {
+        if self.groups > i32::MAX as usize {
+            let Self { kernel, groups, .. } = self;
+            let reason = format!("the kernel {kernel} has {groups} threadgroups, expected at most {}", i32::MAX);
+            return Err(Unsupported::new(reason));
+        }
+        Ok(())
+    }
 }
 
 thread_local! {

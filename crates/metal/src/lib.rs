@@ -7,6 +7,8 @@
 // `ci/metal.sh` sets `metal_check`, to type-check them on other systems.
 #![allow(unexpected_cfgs)]
 
+mod backward;
+mod backward_tile;
 mod buffers;
 mod call;
 #[cfg(feature = "emulator")]
@@ -27,7 +29,7 @@ use std::{fs, io};
 use candle_attention_cuda::all_options;
 
 pub use call::{MetalAttention, MetalKernel, MetalOutput};
-pub use candle_attention_cuda::Unsupported;
+pub use candle_attention_cuda::{BackwardInputs, Unsupported};
 pub use launch::launches_of_thread;
 pub use run::{first_use, is_available};
 
@@ -37,11 +39,17 @@ pub use run::{first_use, is_available};
 /// # Errors
 /// For a constant that does not exist.
 pub fn options_of_program(given: &str) -> Result<Vec<String>, String> {
-    let of_cuda = all_options(&format!("{given} -DKERNEL_SET=3"))?;
-    // The tile is another one here.
+    // The decode kernel drops no weights.
+    let kernels = match (given.contains("-DKERNEL_SET="), given.contains("-DHAS_DROPOUT=1")) {
+        (true, _) => "",
+        (false, true) => "-DKERNEL_SET=5",
+        (false, false) => "-DKERNEL_SET=7",
+    };
+    let of_cuda = all_options(&format!("{given} {kernels}"))?;
+    // The tiles are others here: what follows replaces the constants of the same names.
     let call: Vec<String> = of_cuda
         .into_iter()
-        .filter(|option| !option.starts_with("-DFORWARD_") && !option.starts_with("-DDECODE_"))
+        .filter(|option| !["-DFORWARD_", "-DDECODE_", "-DTILES_"].iter().any(|tile| option.starts_with(tile)))
         .collect();
     let value = |name: &str| -> Result<usize, String> {
         let prefix = format!("-D{name}=");
@@ -50,7 +58,9 @@ pub fn options_of_program(given: &str) -> Result<Vec<String>, String> {
     };
     let columns = tile::TileColumns { of_keys: value("HEAD_COLUMNS")?, of_values: value("VALUE_COLUMNS")? };
     let tile = tile::MetalTile::of(columns, value("ELEMENT_BYTES")?);
-    let of_tile = tile.defines().into_iter().map(|define| format!("-D{}={}", define.name, define.value));
+    let backward = backward_tile::MetalBackwardTile::of(columns, value("ELEMENT_BYTES")?);
+    let defines = [tile.defines(), backward.defines()].concat();
+    let of_tile = defines.into_iter().map(|define| format!("-D{}={}", define.name, define.value));
     Ok(call.iter().cloned().chain(of_tile).collect())
 }
 

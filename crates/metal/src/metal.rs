@@ -12,7 +12,7 @@ use candle_core::{Device, Error, MetalDevice, MetalStorage, Result, Storage, Ten
 use candle_metal_kernels::metal::{Buffer, ComputeCommandEncoder, ComputePipeline};
 use objc2_metal::{MTLCompileOptions, MTLSize};
 
-use crate::buffers::FIELDS;
+use crate::buffers::fields_of;
 use crate::launch::MetalLaunch;
 use crate::operands::{MetalOperands, OperandPlace};
 use crate::source;
@@ -82,6 +82,15 @@ fn compile(launch: &MetalLaunch, device: &MetalDevice) -> CompiledPipeline {
     Ok(pipeline)
 }
 
+/// Compiles the kernels of some launches.
+///
+/// # Errors
+/// If one does not compile, or the tensors are on another device.
+pub(crate) fn prepare(launches: &[MetalLaunch], device: &Device) -> Result<()> {
+    let Device::Metal(device) = device else { bail!("the Metal kernels expected tensors on Metal") };
+    launches.iter().try_for_each(|launch| pipeline(launch, device).map(|_| ()).map_err(Error::msg))
+}
+
 /// Runs kernels one after the other: they are queued, and nothing waits for them.
 ///
 /// # Errors
@@ -99,7 +108,11 @@ pub(crate) fn run(
     }
     let mut written: Vec<Arc<Buffer>> = Vec::new();
     for output in &operands.outputs {
-        let builder = device.new_buffer_builder().with_size_for(output.shape.elem_count(), output.dtype);
+        let count = output.shape.elem_count();
+        let builder = match output.is_zeroed {
+            true => device.new_buffer_builder().with_zeros(count * output.dtype.size_in_bytes()),
+            false => device.new_buffer_builder().with_size_for(count, output.dtype),
+        };
         written.push(builder.with_label(output.name).build()?);
     }
     let locks: Vec<_> = operands.inputs.iter().map(|input| input.tensor.storage_and_layout()).collect();
@@ -117,10 +130,11 @@ pub(crate) fn run(
     let size = |width| MTLSize { width, height: 1, depth: 1 };
     for (launch, pipeline) in launches.iter().zip(&compiled) {
         encoder.set_compute_pipeline_state(pipeline);
-        encoder.set_bytes(0, arguments);
+        let own = launch.arguments(arguments);
+        encoder.set_bytes(0, &own);
         // Candle's encoder separates launches of which one writes what the next one is bound to.
-        for (index, field) in FIELDS.iter().enumerate() {
-            match OperandPlace::of_pointer((field.address)(arguments)) {
+        for (index, field) in fields_of(launch.kernel).iter().enumerate() {
+            match OperandPlace::of_pointer((field.address)(&own)) {
                 // Metal's validation asks for a buffer where the kernel names one.
                 OperandPlace::Null => encoder.set_input_buffer(index + 1, Some(any), 0),
                 OperandPlace::Input { number, first_byte } => {

@@ -27,6 +27,8 @@ pub(crate) struct WrittenBuffer {
     pub name: &'static str,
     pub dtype: DType,
     pub shape: Shape,
+    /// Whether it has zeros before.
+    pub is_zeroed: bool,
     #[cfg(feature = "emulator")]
     pub copy: CpuStorage,
 }
@@ -83,9 +85,31 @@ impl MetalOperands<'_> {
         dtype: DType,
         shape: impl Into<Shape>,
     ) -> Result<OutputPointer<T>> {
-        let shape = shape.into();
+        self.written(name, dtype, shape.into(), false)
+    }
+
+    /// Adds memory of zeros that a launch writes, and returns its pointer.
+    ///
+    /// # Errors
+    /// If the emulator cannot allocate it.
+    pub fn zeroed<T: Pointee>(
+        &mut self,
+        name: &'static str,
+        dtype: DType,
+        shape: impl Into<Shape>,
+    ) -> Result<OutputPointer<T>> {
+        self.written(name, dtype, shape.into(), true)
+    }
+
+    fn written<T: Pointee>(
+        &mut self,
+        name: &'static str,
+        dtype: DType,
+        shape: Shape,
+        is_zeroed: bool,
+    ) -> Result<OutputPointer<T>> {
         #[cfg(feature = "emulator")]
-        let copy = crate::copies::poisoned(dtype, shape.elem_count())?;
+        let copy = crate::copies::filled(dtype, shape.elem_count(), if is_zeroed { 0.0 } else { f32::NAN })?;
         #[cfg(feature = "emulator")]
         let address = crate::copies::address_of(&copy)?;
         #[cfg(not(feature = "emulator"))]
@@ -94,6 +118,7 @@ impl MetalOperands<'_> {
             name,
             dtype,
             shape,
+            is_zeroed,
             #[cfg(feature = "emulator")]
             copy,
         });

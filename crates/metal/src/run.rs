@@ -125,3 +125,21 @@ pub(crate) fn run(
         arguments.query_count
     )
 }
+
+/// Compiles the kernels of some launches.
+///
+/// # Errors
+/// If one does not compile.
+#[cfg_attr(feature = "emulator", expect(unused_variables, reason = "the emulator runs calls of any device"))]
+pub(crate) fn prepare(launches: &[MetalLaunch], device: &Device) -> Result<()> {
+    #[cfg(feature = "emulator")]
+    {
+        crate::emulator::prepare(launches)
+    }
+    #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_check), not(feature = "emulator")))]
+    {
+        crate::metal::prepare(launches, device)
+    }
+    #[cfg(not(any(feature = "emulator", all(feature = "metal", any(target_vendor = "apple", metal_check)))))]
+    candle_core::bail!("{launches:?} cannot run on {device:?} in this build")
+}

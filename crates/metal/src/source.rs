@@ -11,8 +11,13 @@ struct KernelFile {
     text: &'static str,
 }
 
-const FILES: [KernelFile; 5] = [
+const FILES: [KernelFile; 10] = [
     KernelFile { name: "attention.metal", text: include_str!("../kernels/attention.metal") },
+    KernelFile { name: "backward.metal", text: include_str!("../kernels/backward.metal") },
+    KernelFile { name: "backward_keys.metal", text: include_str!("../kernels/backward_keys.metal") },
+    KernelFile { name: "backward_queries.metal", text: include_str!("../kernels/backward_queries.metal") },
+    KernelFile { name: "backward_sums.metal", text: include_str!("../kernels/backward_sums.metal") },
+    KernelFile { name: "dropped_weights.metal", text: include_str!("../kernels/dropped_weights.metal") },
     KernelFile { name: "decode.metal", text: include_str!("../kernels/decode.metal") },
     KernelFile { name: "forward.metal", text: include_str!("../kernels/forward.metal") },
     KernelFile { name: "tiles.metal", text: include_str!("../kernels/tiles.metal") },
@@ -54,7 +59,12 @@ mod tests {
     fn metal_source_has_every_definition_once_and_no_include_of_its_own() {
         let text = of_program(&[Define { name: "HEAD_DIM", value: 64 }]);
         assert!(text.starts_with("#define HEAD_DIM 64\n"));
-        for definition in ["struct AttentionArguments {", "struct AttentionNumbers {", "KERNEL(attention_forward,"] {
+        for definition in [
+            "struct AttentionArguments {",
+            "struct AttentionNumbers {",
+            "KERNEL(attention_forward,",
+            "KERNEL_OF(BACKWARD, attention_backward_keys,",
+        ] {
             assert_eq!(text.matches(definition).count(), 1, "{definition}");
         }
         assert!(!text.contains(".cuh\"") && !text.contains("#pragma once"));

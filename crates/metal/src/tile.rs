@@ -4,10 +4,10 @@ use candle_attention_cuda::shared::Define;
 
 /// The most bytes of threadgroup memory on every device (Metal Feature Set Tables, "maximum threadgroup memory
 /// allocation").
-const MOST_SHARED_BYTES: usize = 32 * 1024;
+pub(crate) const MOST_SHARED_BYTES: usize = 32 * 1024;
 
 /// The simdgroups of a threadgroup.
-const SIMDGROUPS: usize = 4;
+pub(crate) const SIMDGROUPS: usize = 4;
 
 /// The most columns of queries that stay in registers.
 const MOST_REGISTER_COLUMNS: usize = 128;
@@ -16,7 +16,7 @@ const MOST_REGISTER_COLUMNS: usize = 128;
 pub(crate) const DECODE_ROWS: usize = 8;
 
 /// The bytes behind a row, which keep rows that are read together in different banks.
-const ROW_PADDING: usize = 16;
+pub(crate) const ROW_PADDING: usize = 16;
 
 /// The columns of tiles: head dimensions rounded up to a multiple of 16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use candle_attention_call::{
     AttentionCall, BoundedKeys, Dropout, DropoutMask, FirstPosition, Input, Intervals, KvPages, KvScales, OutputLayout,
-    ScoreModifiers,
+    RequestedGradients, ScoreModifiers,
 };
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -54,6 +54,13 @@ impl CudaAttention {
     pub fn forward_defines(&self, arguments: &AttentionArguments) -> Vec<Define> {
         let alignment = alignment(arguments, &self.call, &self.sizes);
         self.specialization(&self.sizes, ModifierGradients::default(), alignment).defines()
+    }
+
+    /// Returns the macros of a backward pass with some arguments, without the macros of a tile.
+    #[doc(hidden)]
+    pub fn backward_defines(&self, arguments: &AttentionArguments, wanted: RequestedGradients) -> Vec<Define> {
+        let alignment = alignment(arguments, &self.call, &self.sizes);
+        self.specialization(&self.sizes, self.modifier_gradients(wanted), alignment).defines()
     }
 
     /// Returns arguments with everything that does not depend on the pass.
@@ -262,7 +269,7 @@ fn strides_of_used_dims(tensor: &Tensor) -> Vec<i64> {
 }
 
 /// Returns the strides of a tensor (B, H, T, D).
-pub(super) fn row_strides(tensor: &Tensor) -> RowStrides {
+pub fn row_strides(tensor: &Tensor) -> RowStrides {
     let strides = strides_of_used_dims(tensor);
     RowStrides { sequence: strides[0], head: strides[1], row: strides[2] }
 }
@@ -274,7 +281,7 @@ fn score_strides(tensor: &Tensor) -> ScoreStrides {
 }
 
 /// Returns the strides of a tensor (B, H, T, D) whose numbers are in the order of a layout.
-pub(super) fn layout_strides(layout: OutputLayout, heads: usize, rows: usize, columns: usize) -> RowStrides {
+pub fn layout_strides(layout: OutputLayout, heads: usize, rows: usize, columns: usize) -> RowStrides {
     let strides = layout.strides(heads, rows, columns);
     RowStrides { sequence: strides.sequence as i64, head: strides.head as i64, row: strides.position as i64 }
 }

@@ -17,7 +17,7 @@ unsafe impl KernelArguments for AttentionArguments {}
 
 pub(crate) use ci_programs::entries;
 
-pub use arguments::InputAddresses;
+pub use arguments::{InputAddresses, layout_strides, row_strides};
 pub use call::{BackwardInputs, CudaCall, ForwardOutput};
 pub use checked::CudaAttention;
 pub use plan::{BackwardKernel, ForwardKernel, is_available};

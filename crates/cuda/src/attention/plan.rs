@@ -158,14 +158,19 @@ impl CudaAttention {
         if self.call.pages.is_some() {
             return Err(Unsupported::new("keys and values in pages have no gradients"));
         }
-        let gradients = ModifierGradients {
-            bias: wanted.of.bias && self.call.scores.bias.is_some(),
-            slopes: wanted.of.alibi_slopes && self.call.scores.alibi_slopes.is_some(),
-            relative_bias: wanted.of.relative_bias && self.call.scores.relative_bias.is_some(),
-        };
-        let specialization = self.specialization(sizes, gradients, Alignment::FULL);
+        let specialization = self.specialization(sizes, self.modifier_gradients(wanted), Alignment::FULL);
         let tile = BackwardTile::choose(&specialization, limits.shared_bytes)?;
         Ok((specialization, tile))
+    }
+
+    /// Returns the gradients of score modifiers that are requested and that the call has.
+    pub(super) fn modifier_gradients(&self, wanted: RequestedGradients) -> ModifierGradients {
+        let scores = &self.call.scores;
+        ModifierGradients {
+            bias: wanted.of.bias && scores.bias.is_some(),
+            slopes: wanted.of.alibi_slopes && scores.alibi_slopes.is_some(),
+            relative_bias: wanted.of.relative_bias && scores.relative_bias.is_some(),
+        }
     }
 }
 

@@ -4,21 +4,21 @@
 //! the package `candle-attention-cuda`.
 
 mod first_use;
-mod graph;
 mod pages;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
 
-use candle_attention_call::{AttentionDims as Dims, Dropout, DropoutMask, RequestedResults};
+use candle_attention_call::{AttentionDims as Dims, RequestedGradients, RequestedResults};
 use candle_attention_cuda::{CudaAttention, ForwardKernel};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::Result;
 
 use super::bounded_keys::bounded_keys;
 use super::call::{Call, swapped_for};
-use super::dropout::{DropoutDraw, DropoutSource};
+use super::dropout::{KernelDropout, draw_seed};
 use super::first_line;
+use super::kernel_graph::{self, requested_gradients, tracks_gradients};
 use super::prepared::prepared;
 use super::results::Attended;
 pub use first_use::ATTENTION_CASES;
@@ -56,19 +56,7 @@ impl CudaPath {
         if wanted.statistics.is_some() {
             return Err("the CUDA kernels do not compute statistics of weights".into());
         }
-        let (dropout, draws_seed) = match &call.dropout {
-            None => (None, false),
-            Some(DropoutDraw { source: DropoutSource::Torch(_), .. }) => {
-                return Err("PyTorch's generator draws the dropout mask on the CPU".into());
-            }
-            Some(DropoutDraw { p, source: DropoutSource::Philox(seed) }) => {
-                (Some(Dropout { p: *p, mask: DropoutMask::Philox(*seed) }), false)
-            }
-            // The seed is drawn when the call runs.
-            Some(DropoutDraw { p, source: DropoutSource::Device }) => {
-                (Some(Dropout { p: *p, mask: DropoutMask::Philox(0) }), true)
-            }
-        };
+        let KernelDropout { dropout, draws_seed } = KernelDropout::of(call.dropout.as_ref())?;
         let Dims { b, t_q, t_kv, d_v, .. } = call.attention.dims;
         if [b, t_q, t_kv, d_v].contains(&0) {
             return Err("there are no scores, for which the CUDA kernels do not run".into());
@@ -99,11 +87,21 @@ impl CudaPath {
         Some(forward.max(backward))
     }
 
+    /// Returns whether an input is tracked for gradients.
+    fn tracks_gradients(&self) -> bool {
+        tracks_gradients(self.attention.call())
+    }
+
+    /// Returns which gradients a backward pass computes.
+    fn requested_gradients(&self) -> RequestedGradients {
+        requested_gradients(self.attention.call())
+    }
+
     /// Returns the requested results.
     pub fn attend(mut self, wanted: RequestedResults) -> Result<Attended> {
         self.draw_missing_seed()?;
         let layout = self.attention.call().output_layout;
-        let attended = graph::attend(self, wanted)?;
+        let attended = kernel_graph::attend(self.attention, wanted)?;
         Ok(Attended { output: swapped_for(layout, attended.output)?, ..attended })
     }
 
@@ -117,10 +115,4 @@ impl CudaPath {
         self.draws_seed = false;
         Ok(())
     }
-}
-
-/// Draws a seed from the generator of a device, which stays there: 24 bits of each of two numbers.
-fn draw_seed(device: &Device) -> Result<Tensor> {
-    let numbers = Tensor::rand(0f32, 1f32, 2, device)?;
-    numbers.affine(f64::from(1 << 24), 0.0)?.to_dtype(DType::U32)
 }

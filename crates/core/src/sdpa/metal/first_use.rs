@@ -13,8 +13,10 @@ use candle_attention_modules::base::first_use::{ComparedResult, FirstUseCase};
 const FORWARD: FirstUseCase = FirstUseCase { operation: "attention on Metal, forward", is_new: true, run: forward };
 const DECODE: FirstUseCase = FirstUseCase { operation: "attention on Metal, decode", is_new: true, run: decode };
 
+const BACKWARD: FirstUseCase = FirstUseCase { operation: "attention on Metal, backward", is_new: true, run: backward };
+
 /// The cases of the Metal kernels.
-pub const METAL_CASES: [FirstUseCase; 2] = [FORWARD, DECODE];
+pub const METAL_CASES: [FirstUseCase; 3] = [FORWARD, DECODE, BACKWARD];
 
 fn forward(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
     SmallCall::PROMPT.compare(device, dtype, attend)
@@ -22,6 +24,10 @@ fn forward(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
 
 fn decode(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
     SmallCall::TOKEN.compare(device, dtype, attend)
+}
+
+fn backward(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
+    SmallCall { has_gradients: true, ..SmallCall::PROMPT }.compare(device, dtype, attend)
 }
 
 /// Runs a call on the kernels, whether or not they passed a check.
@@ -34,23 +40,27 @@ impl MetalKernelCall {
     pub fn plan(call: &Call, wanted: RequestedResults) -> std::result::Result<Self, String> {
         let kernel_call = Self::unchecked(call, wanted)?;
         let q = &call.attention.q;
-        kernel_call.first_use_case().check_known_by(first_use(q.device()), q.dtype())?;
+        let known = first_use(q.device());
+        kernel_call.first_use_cases().try_for_each(|case| case.check_known_by(known.clone(), q.dtype()))?;
         Ok(kernel_call)
     }
 
-    /// Checks the kernel of a call: the first call of each kind runs a case.
+    /// Checks the kernels of a call: the first call of each kind runs a case.
     ///
     /// # Errors
     /// If the case failed, now or earlier: the sentence says why. It has been logged.
     pub fn check_first_use(&self) -> std::result::Result<(), String> {
         let q = &self.attention.call().q;
-        self.first_use_case().check_by(first_use(q.device()), q.device(), q.dtype())
+        let checks = first_use(q.device());
+        self.first_use_cases().try_for_each(|case| case.check_by(checks.clone(), q.device(), q.dtype()))
     }
 
-    fn first_use_case(&self) -> FirstUseCase {
-        match self.kernel {
+    /// Returns the cases of the call's kernels.
+    fn first_use_cases(&self) -> impl Iterator<Item = FirstUseCase> {
+        let of_forward = match self.kernel {
             MetalKernel::Forward => FORWARD,
             MetalKernel::Decode { .. } => DECODE,
-        }
+        };
+        std::iter::once(of_forward).chain(self.is_trained.then_some(BACKWARD))
     }
 }

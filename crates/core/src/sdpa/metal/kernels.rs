@@ -4,12 +4,14 @@ use std::fmt;
 
 use candle_attention_call::{AttentionDims as Dims, RequestedResults};
 use candle_attention_metal::{MetalAttention, MetalKernel, is_available};
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 
 use super::MetalCall;
 use crate::sdpa::bounded_keys::bounded_keys;
 use crate::sdpa::call::{Call, swapped_for};
+use crate::sdpa::dropout::{KernelDropout, draw_seed};
 use crate::sdpa::first_line;
+use crate::sdpa::kernel_graph::{self, requested_gradients, tracks_gradients};
 use crate::sdpa::prepared::prepared;
 use crate::sdpa::results::Attended;
 
@@ -25,7 +27,7 @@ impl fmt::Display for MetalPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Operation(call) => write!(f, "{call}"),
-            Self::Kernel(call) => write!(f, "{}", call.kernel),
+            Self::Kernel(call) => write!(f, "{call}"),
         }
     }
 }
@@ -55,7 +57,7 @@ impl MetalPath {
     }
 
     /// Returns the requested results.
-    pub fn attend(&self, call: &Call, wanted: RequestedResults) -> Result<Attended> {
+    pub fn attend(self, call: &Call, wanted: RequestedResults) -> Result<Attended> {
         match self {
             Self::Operation(operation) => operation.output(call).map(Attended::from),
             Self::Kernel(kernel) => kernel.attend(wanted),
@@ -67,6 +69,17 @@ impl MetalPath {
 pub(crate) struct MetalKernelCall {
     pub(super) attention: MetalAttention,
     pub(super) kernel: MetalKernel,
+    /// Whether an input is tracked for gradients.
+    pub(super) is_trained: bool,
+    /// Whether a seed of dropout is still to be drawn.
+    draws_seed: bool,
+}
+
+impl fmt::Display for MetalKernelCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.kernel)?;
+        if self.is_trained { f.write_str(", and the Metal backward kernels") } else { Ok(()) }
+    }
 }
 
 impl MetalKernelCall {
@@ -79,12 +92,6 @@ impl MetalKernelCall {
         if wanted.statistics.is_some() {
             return Err("the Metal kernels do not compute statistics of weights".into());
         }
-        if call.tracks_gradients() {
-            return Err("the Metal kernels have no gradients".into());
-        }
-        if call.dropout.is_some() {
-            return Err("the Metal kernels have no dropout".into());
-        }
         if call.attention.keys.pages.is_some() {
             return Err("the Metal kernels read no pages".into());
         }
@@ -94,16 +101,26 @@ impl MetalKernelCall {
         }
         is_available(call.attention.q.device()).map_err(|reason| reason.to_string())?;
         let keys = bounded_keys(call).map_err(|error| first_line(&error))?;
-        let prepared = prepared(call, keys, None).map_err(|error| first_line(&error))?;
+        let KernelDropout { dropout, draws_seed } = KernelDropout::of(call.dropout.as_ref())?;
+        let prepared = prepared(call, keys, dropout).map_err(|error| first_line(&error))?;
         let attention = MetalAttention::new(prepared).map_err(|reason| reason.to_string())?;
         let kernel = attention.plan().map_err(|reason| reason.to_string())?;
-        Ok(Self { attention, kernel })
+        let is_trained = tracks_gradients(attention.call());
+        if is_trained {
+            let wanted_gradients = requested_gradients(attention.call());
+            attention.plan_backward(wanted_gradients).map_err(|reason| reason.to_string())?;
+        }
+        Ok(Self { attention, kernel, is_trained, draws_seed })
     }
 
     /// Returns the requested results.
-    pub fn attend(&self, wanted: RequestedResults) -> Result<Attended> {
-        let results = self.attention.forward(wanted)?;
-        let output: Tensor = swapped_for(self.attention.call().output_layout, results.output)?;
-        Ok(Attended { log_sum_exp: results.log_sum_exp, ..Attended::from(output) })
+    pub fn attend(mut self, wanted: RequestedResults) -> Result<Attended> {
+        if self.draws_seed {
+            let seed = draw_seed(self.attention.call().q.device())?;
+            self.attention.set_dropout_seed(seed);
+        }
+        let layout = self.attention.call().output_layout;
+        let attended = kernel_graph::attend(self.attention, wanted)?;
+        Ok(Attended { output: swapped_for(layout, attended.output)?, ..attended })
     }
 }

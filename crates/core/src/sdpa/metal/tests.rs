@@ -11,6 +11,7 @@ use crate::sdpa::options::OutputLayout;
 use crate::sdpa::packed::PackedSequences;
 use crate::sdpa::plan::Choice;
 use crate::sdpa::run::run_on;
+use candle_attention_modules::base::first_use::{CaseError, allowed_error};
 
 fn shaped(q: [usize; 4], kv: [usize; 4], dtype: DType) -> Result<[Tensor; 3]> {
     let zero = |dims: [usize; 4]| Tensor::zeros(1, dtype, &Device::Cpu)?.broadcast_as(&dims);
@@ -122,12 +123,10 @@ fn metal_path_is_the_operation_then_the_kernel_and_otherwise_has_both_reasons() 
     assert_eq!(path(&usual, &none, &plain())?, "candle_nn::ops::sdpa");
     assert_eq!(path(&usual, &window, &plain())?, "the Metal forward kernel");
     assert_eq!(path(&usual, &none, &plain().with_softcap(30.0))?, "the Metal forward kernel");
-    let dropped = path(&usual, &none, &plain().with_dropout(0.5, true))?;
-    assert_eq!(dropped, "candle_nn::ops::sdpa has no dropout, and the Metal kernels have no dropout");
+    assert_eq!(path(&usual, &none, &plain().with_dropout(0.5, true))?, "the Metal forward kernel");
     let variable = Var::zeros((2, 4, 9, 64), DType::F16, &Device::Cpu)?;
     let tracked = [variable.as_tensor().clone(), usual[1].clone(), usual[2].clone()];
-    let expected = "candle_nn::ops::sdpa has no gradients, and an input is tracked for them, and the Metal kernels \
-                    have no gradients";
+    let expected = "the Metal forward kernel, and the Metal backward kernels";
     assert_eq!(path(&tracked, &none, &plain())?, expected);
     let few = shaped([2, 4, 2, 64], [2, 2, 600, 64], DType::F16)?;
     assert_eq!(path(&few, &window, &plain())?, "the Metal decode kernel with the keys in 4 parts");
@@ -268,4 +267,50 @@ fn metal_kernel_at_first_use_is_remembered_if_right_and_left_to_the_reference_if
         assert_eq!(launches(&wrong)?, 0);
     }
     Ok(())
+}
+
+#[test]
+fn metal_first_use_cases_pass_on_the_emulator() -> Result<()> {
+    if !emulator_runs() {
+        return Ok(());
+    }
+    for case in METAL_CASES {
+        let CaseError { name, error } = case.largest_error(&Device::Cpu, DType::BF16)?;
+        let allowed = allowed_error(DType::BF16);
+        assert!(error <= allowed / 2.0, "{}: {name} is off by {error:e}, of {allowed:e}", case.operation);
+    }
+    Ok(())
+}
+
+#[test]
+fn wrong_backward_metal_kernel_at_first_use_leaves_gradients_to_the_reference() -> Result<()> {
+    if !emulator_runs() {
+        return Ok(());
+    }
+    let folder = tempfile::tempdir()?;
+    // The forward kernel is right.
+    let fault = SourceFault {
+        file: "gradient_sums.cuh",
+        text: "store_global(arguments.delta + row, sum)",
+        replacement: "store_global(arguments.delta + row, 0.5f * sum)",
+    };
+    let device = NewDevice::new("a Metal device with wrong gradients", folder.path()).with_fault(fault);
+    let q = Var::from_tensor(&draw(&[1, 2, 72, 48], DType::BF16)?)?;
+    let [k, v] = [draw(&[1, 1, 80, 48], DType::BF16)?, draw(&[1, 1, 80, 48], DType::BF16)?];
+    let wanted = RequestedResults::default();
+    let gradient = |output: &Tensor| -> Result<Vec<f32>> {
+        let gradients = output.sqr()?.sum_all()?.backward()?;
+        gradients.get(&q).expect("a gradient").to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+    };
+    let call = call_of(&[q.as_tensor().clone(), k, v], &AttentionMask::causal(), &SdpaOptions::default())?;
+    let reference = Choice::Reference { reason: String::new() };
+    let expected = gradient(&run_on(reference, call.clone(), wanted)?.output)?;
+    on_new_device(&device, || -> Result<()> {
+        let choice = Choice::Metal(MetalPath::plan(&call, wanted).map_err(candle_core::Error::msg)?);
+        assert_eq!(gradient(&run_on(choice, call.clone(), wanted)?.output)?, expected);
+        let reason = MetalPath::plan(&call, wanted).err().expect("a reason");
+        let part = "the kernels of attention on Metal, backward in bf16 failed their check";
+        assert!(reason.contains(part) && reason.contains("the gradient of "), "{reason}");
+        Ok(())
+    })
 }

@@ -106,7 +106,7 @@ impl CudaAttention {
         let sizes = self.sizes;
         let plan = self.backward_plan_on(&device, wanted)?;
         let BackwardPlan { specialization, tile, .. } = plan;
-        self.check_inputs(inputs, &sizes)?;
+        self.check_backward_inputs(inputs)?;
         let mut memory = BackwardMemory::new(&device, &plan)?;
 
         let locks = TensorLocks::default();
@@ -211,7 +211,12 @@ impl CudaAttention {
     }
 
     /// Checks the inputs of a backward pass.
-    fn check_inputs(&self, inputs: &BackwardInputs, sizes: &CallSizes) -> Result<()> {
+    ///
+    /// # Errors
+    /// If one has another shape, dtype or layout than the kernels read.
+    #[doc(hidden)]
+    pub fn check_backward_inputs(&self, inputs: &BackwardInputs) -> Result<()> {
+        let sizes = &self.sizes;
         let &CallSizes { batch, heads, queries, value_dim, .. } = sizes;
         let dtype = sizes.element.dtype();
         let rows = [batch, heads, queries];

@@ -24,7 +24,7 @@
 //! numbers of all their messages. The result itself has the first entry, for the gradients that come from Candle's
 //! operations.
 //!
-//! # On CUDA: a placeholder
+//! # On a GPU: a placeholder
 //!
 //! ```text
 //! operands --> result
@@ -80,7 +80,7 @@ impl MessageLink {
 /// Takes the gradients of a result from a mailbox, and returns their sum. `numbers` is the gradient of the link.
 pub(super) fn receive(name: &str, mailbox: &Mailbox<Tensor>, numbers: &Tensor) -> Result<Tensor> {
     let mut sum: Option<Tensor> = None;
-    for number in numbers.to_vec1::<f64>()?.into_iter().filter(|&number| number != NOTHING) {
+    for number in numbers.to_vec1::<f32>()?.into_iter().filter(|&number| number != NOTHING) {
         let gradient = mailbox.take(number).ok_or_else(|| no_gradient(name))?;
         sum = Some(match sum {
             Some(sum) => (sum + gradient)?,

@@ -1,4 +1,4 @@
-//! Results of kernels, on the CPU or on CUDA, as operations of Candle's graph, with gradients.
+//! Results of kernels, on any device, as operations of Candle's graph, with gradients.
 //!
 //! A custom operation of Candle has at most three operands and exactly one result, and its backward pass is given
 //! nothing but the gradient of that result. The kernels need more: fused attention has up to seven operands, and
@@ -35,13 +35,13 @@
 //! returns for `join` is the number of the message. Candle adds up the gradients of an operand. Nothing else
 //! contributes to that entry of `join`, so the sum is the number of the message.
 //!
-//! `join` is on the device of the operands. On CUDA its turn in a backward pass therefore begins with reading one or
+//! `join` is on the device of the operands. On a GPU its turn in a backward pass therefore begins with reading one or
 //! two numbers back: the host waits until the device has done what was launched before, and launches nothing meanwhile.
-//! On CUDA, operations with at most three tracked operands and one result have no `join` and never wait. A large result
+//! There, operations with at most three tracked operands and one result have no `join` and never wait. A large result
 //! also has a [`link`], to which other operations of this crate send its gradients.
 //!
-//! The number is new for every message and travels with the gradients of one backward pass. Passes over one graph can
-//! therefore run at the same time, in any threads: each finds its own messages. The messages of a pass
+//! The number is new for every message of an operation and travels with the gradients of one backward pass. Passes over
+//! one graph can therefore run at the same time, in any threads: each finds its own messages. The messages of a pass
 //! that fails on the way are never taken. They are freed with the graph.
 
 mod link;
@@ -51,7 +51,7 @@ mod numbers;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp3, Device, Error, Layout, Result, Shape, Storage, Tensor, WithDType,
+    CpuStorage, CudaStorage, CustomOp3, Device, Error, Layout, MetalStorage, Result, Shape, Storage, Tensor, WithDType,
 };
 
 use link::{Destination, MessageLink};
@@ -107,7 +107,7 @@ fn with_messages(
         let gradient = link::receive(name, &received, numbers)?;
         backward(result_of_forward.get(name)?, &gradient)
     };
-    let numbers = numbers::join(name, link::ENTRIES, operands[0].device())?;
+    let numbers = numbers::join(link::ENTRIES, operands[0].device())?;
     let link = Arc::new(MessageLink::new(node(name, operands, numbers, Box::new(backward_of_link))?, mailbox));
     let own = link.clone();
     let send_own = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(own.send(0, gradient)?)]);
@@ -179,12 +179,12 @@ pub fn record_two(
     let second = Computed { storage: second.into_storage(), shape: second_shape.into() };
     let TrackedOperands { nodes, senders } = TrackedOperands::new(operands);
     let Some(tracked) = nodes.first() else { return Ok([first.untracked(), second.untracked()]) };
-    let join_numbers = numbers::join(name, 2, tracked.device())?;
+    let join_numbers = numbers::join(2, tracked.device())?;
 
     let mailbox = Mailbox::<ResultGradient>::default();
     let received = mailbox.clone();
     let backward_of_both = move |_: &Tensor, tickets: &Tensor| {
-        let tickets = tickets.to_vec1::<f64>()?;
+        let tickets = tickets.to_vec1::<f32>()?;
         let of_first = received.take(tickets[0]);
         let of_second = received.take(tickets[1]);
         let Some(result) = of_first.as_ref().or(of_second.as_ref()).map(|message| &message.first_result) else {
@@ -293,10 +293,10 @@ fn node(name: &'static str, operands: &[Tensor], result: Computed, backward: Box
             let mailbox = Mailbox::<Vec<Option<Tensor>>>::default();
             let received = mailbox.clone();
             let backward_of_rest = move |_: &Tensor, ticket: &Tensor| {
-                let message = received.take(ticket.to_vec1::<f64>()?[0]);
+                let message = received.take(ticket.to_vec1::<f32>()?[0]);
                 message.ok_or_else(|| no_gradient(name))
             };
-            let join_numbers = numbers::join(name, 1, a.device())?;
+            let join_numbers = numbers::join(1, a.device())?;
             let join = node(name, rest, join_numbers, Box::new(backward_of_rest))?;
             let backward_of_all = move |numbers: &Tensor, gradient: &Tensor| {
                 let mut gradients = backward(numbers, gradient)?;
@@ -364,6 +364,20 @@ impl CustomOp3 for Node {
     ) -> Result<(CudaStorage, Shape)> {
         let Computed { storage, shape } = self.take()?;
         let Storage::Cuda(numbers) = storage else { return Err(self.other_device("CUDA")) };
+        Ok((numbers, shape))
+    }
+
+    fn metal_fwd(
+        &self,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        let Computed { storage, shape } = self.take()?;
+        let Storage::Metal(numbers) = storage else { return Err(self.other_device("Metal")) };
         Ok((numbers, shape))
     }
 

@@ -3,7 +3,7 @@
 use candle_core::backend::BackendDevice;
 use candle_core::cpu_backend::CpuDevice;
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, DType, Device, Error, Result, Shape, Storage, Tensor, WithDType};
+use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType};
 
 /// Numbers that a tensor can own without a copy: a vector of the CPU, or the storage of any device.
 pub trait IntoStorage {
@@ -48,13 +48,14 @@ impl Computed {
     }
 }
 
-/// Returns the numbers of a join of `len` entries. f64 represents every message number exactly.
-pub fn join(name: &str, len: usize, device: &Device) -> Result<Computed> {
+/// Returns the numbers of a join of `len` entries. f32, which every device has, represents the numbers of messages
+/// exactly.
+pub fn join(len: usize, device: &Device) -> Result<Computed> {
     let shape = Shape::from(len);
     let storage = match device {
-        Device::Cpu => Storage::Cpu(CpuStorage::F64(vec![0.0; len])),
-        Device::Cuda(cuda) => Storage::Cuda(cuda.zeros_impl(&shape, DType::F64)?),
-        Device::Metal(_) => return Err(Error::Msg(format!("[{name}] Metal has no f64, expected the CPU or CUDA"))),
+        Device::Cpu => Storage::Cpu(CpuStorage::F32(vec![0.0; len])),
+        Device::Cuda(cuda) => Storage::Cuda(cuda.zeros_impl(&shape, DType::F32)?),
+        Device::Metal(metal) => Storage::Metal(metal.zeros_impl(&shape, DType::F32)?),
     };
     Ok(Computed { storage, shape })
 }

@@ -7,6 +7,7 @@ use super::problem::{Problem, SIZES, Sizes, emulator_runs};
 use crate::mask::AttentionMask;
 use crate::sdpa::call::{Call, Qkv};
 use crate::sdpa::cuda::CudaPath;
+use crate::sdpa::metal::MetalKernelCall;
 use crate::sdpa::options::SdpaOptions;
 use crate::sdpa::run::run;
 use candle_attention_modules::base::rowwise::to_vec;
@@ -48,22 +49,25 @@ fn dropout_seed_drops_the_weights_that_it_drops_on_the_cpu() -> Result<()> {
     let options = SdpaOptions::default().with_dropout(0.3, true);
     let seeded = options.clone().with_dropout_philox_seed(1 << 40 | 5);
     let on_cpu = dropped(&run(call_with_unit_values(&seeded)?, RequestedResults::default())?.output)?;
-    let on_emulator = |chosen: &SdpaOptions| -> Result<Vec<bool>> {
-        let call = call_with_unit_values(chosen)?;
-        dropped(
-            &CudaPath::plan(&call, RequestedResults::default())
-                .map_err(candle_core::Error::msg)?
-                .attend(RequestedResults::default())?
-                .output,
-        )
+    let wanted = RequestedResults::default();
+    let on_cuda = |chosen: &SdpaOptions| -> Result<Vec<bool>> {
+        let cuda_path = CudaPath::plan(&call_with_unit_values(chosen)?, wanted).map_err(candle_core::Error::msg)?;
+        dropped(&cuda_path.attend(wanted)?.output)
+    };
+    let on_metal = |chosen: &SdpaOptions| -> Result<Vec<bool>> {
+        let kernel_call = MetalKernelCall::plan(&call_with_unit_values(chosen)?, wanted);
+        dropped(&kernel_call.map_err(candle_core::Error::msg)?.attend(wanted)?.output)
     };
     assert!(on_cpu.contains(&true));
-    assert_eq!(on_emulator(&seeded)?, on_cpu);
+    assert_eq!(on_cuda(&seeded)?, on_cpu);
+    assert_eq!(on_metal(&seeded)?, on_cpu);
 
     // Seeds that are drawn for each call differ.
-    let (first, second) = (on_emulator(&options)?, on_emulator(&options)?);
-    assert_ne!(first, second);
-    let share = first.iter().filter(|is_dropped| **is_dropped).count() as f64 / first.len() as f64;
-    assert!((share - 0.3).abs() < 0.05, "{share}");
+    for on_emulator in [&on_cuda as &dyn Fn(&SdpaOptions) -> Result<Vec<bool>>, &on_metal] {
+        let (first, second) = (on_emulator(&options)?, on_emulator(&options)?);
+        assert_ne!(first, second);
+        let share = first.iter().filter(|is_dropped| **is_dropped).count() as f64 / first.len() as f64;
+        assert!((share - 0.3).abs() < 0.05, "{share}");
+    }
     Ok(())
 }

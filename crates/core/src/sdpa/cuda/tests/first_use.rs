@@ -140,7 +140,7 @@ fn wrong_backward_cuda_kernel_at_first_use_leaves_gradients_to_the_reference() -
     let inputs = Inputs::draw(PROMPT)?;
     // The forward kernel is right.
     let fault = SourceFault {
-        file: "backward_prepare.cuh",
+        file: "gradient_sums.cuh",
         text: "store_global(arguments.delta + row, sum)",
         replacement: "store_global(arguments.delta + row, 0.5f * sum)",
     };

@@ -109,7 +109,10 @@ struct Named {
 /// A path that computes a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Path {
+    /// The CUDA kernels on the emulator.
     Emulator,
+    /// The Metal kernels on the emulator.
+    Metal,
     Cpu,
     Reference,
 }
@@ -134,32 +137,35 @@ impl Problem {
         }
     }
 
-    /// Checks the output, the log-sum-exp and all gradients against the reference path in f64, and the output against
-    /// the CPU kernel. Checks the output and the log-sum-exp of the Metal kernels too. `seed` draws the inputs.
+    /// Checks the output, the log-sum-exp and all gradients of the CUDA and of the Metal kernels against the reference
+    /// path in f64, and the output against the CPU kernel. `seed` draws the inputs.
     pub fn check(&self, seed: u64) -> Result<()> {
         let variables = self.draw(seed)?;
-        let found = self.results(&variables, seed, Path::Emulator)?;
         let exact = self.results(&variables.to_f64()?, seed, Path::Reference)?;
-        assert_eq!(found.len(), exact.len());
-        for (own, expected) in found.iter().zip(&exact) {
-            self.assert_close(own, expected, Path::Reference);
-        }
+        let on_cuda = self.results(&variables, seed, Path::Emulator)?;
+        self.assert_close(Path::Emulator, &on_cuda, &exact);
+        self.assert_close(Path::Metal, &self.results(&variables, seed, Path::Metal)?, &exact);
         let on_cpu = self.results(&variables, seed, Path::Cpu)?;
-        self.assert_close(&found[0], &on_cpu[0], Path::Cpu);
-        for (own, expected) in self.results_on_metal(&variables)?.iter().zip(&exact) {
-            self.assert_close(own, expected, Path::Reference);
-        }
+        self.assert_close(Path::Emulator, &on_cuda[..1], &on_cpu[..1]);
         Ok(())
     }
 
-    fn assert_close(&self, found: &Named, expected: &Named, path: Path) {
-        assert!(found.name.starts_with(expected.name), "{} {}", found.name, expected.name);
-        assert_eq!(found.numbers.len(), expected.numbers.len(), "{}", found.name);
-        let finite = expected.numbers.iter().filter(|number| number.is_finite());
-        let largest = finite.fold(0.1, |largest: f64, number| largest.max(number.abs()));
-        for (index, (own, wanted)) in found.numbers.iter().zip(&expected.numbers).enumerate() {
-            let is_close = own == wanted || (own - wanted).abs() <= tolerance(self.dtype) * largest;
-            assert!(is_close, "{} {index} is {own}, {path:?} has {wanted} of {largest}: {self:?}", found.name);
+    /// Checks the results of a path against others.
+    fn assert_close(&self, path: Path, all_found: &[Named], all_expected: &[Named]) {
+        assert_eq!(all_found.len(), all_expected.len(), "{path:?}: {self:?}");
+        for (found, expected) in all_found.iter().zip(all_expected) {
+            assert_eq!(found.name, expected.name);
+            assert_eq!(found.numbers.len(), expected.numbers.len(), "{} on {path:?}", found.name);
+            let finite = expected.numbers.iter().filter(|number| number.is_finite());
+            let largest = finite.fold(0.1, |largest: f64, number| largest.max(number.abs()));
+            for (index, (own, wanted)) in found.numbers.iter().zip(&expected.numbers).enumerate() {
+                let is_close = own == wanted || (own - wanted).abs() <= tolerance(self.dtype) * largest;
+                assert!(
+                    is_close,
+                    "{} {index} on {path:?} is {own}, expected {wanted} of {largest}: {self:?}",
+                    found.name
+                );
+            }
         }
     }
 
@@ -217,7 +223,7 @@ impl Problem {
         let k = self.view(&variables.k, self.sizes.d)?;
         let v = self.view(&variables.v, self.sizes.d_v)?;
         let mut call = Call::new("test", Qkv { q: &q, k: &k, v: &v }, self.sequences.as_ref(), &mask, &options)?;
-        if self.bias_in_half && path == Path::Emulator {
+        if self.bias_in_half && matches!(path, Path::Emulator | Path::Metal) {
             let bias = &mut call.attention.scores.bias;
             *bias = bias.take().map(|own| own.to_dtype(self.dtype)).transpose()?;
         }
@@ -229,7 +235,8 @@ impl Problem {
     fn results(&self, variables: &Variables, seed: u64, path: Path) -> Result<Vec<Named>> {
         let call = self.call(variables, path)?;
         let (output, lse) = match path {
-            Path::Emulator => self.on_emulator(&call)?,
+            Path::Emulator => self.on_cuda(&call)?,
+            Path::Metal => self.on_metal(&call)?,
             Path::Cpu | Path::Reference => {
                 let wanted = RequestedResults { log_sum_exp: true, ..RequestedResults::default() };
                 let (output, lse) = run(call, wanted)?.output_and_log_sum_exp()?;
@@ -251,31 +258,19 @@ impl Problem {
         Ok(results)
     }
 
-    /// Returns the output of the Metal kernels, and the log-sum-exp if it is requested; nothing if weights are
-    /// dropped.
-    fn results_on_metal(&self, variables: &Variables) -> Result<Vec<Named>> {
-        let mut call = self.call(variables, Path::Emulator)?;
-        if call.dropout.is_some() {
-            return Ok(Vec::new());
-        }
-        // The kernels have no gradients.
-        let keys = call.attention.keys.clone();
-        call.attention = call.attention.map(keys, |_, tensor| Ok::<_, candle_core::Error>(tensor.detach()))?;
-        let wanted = RequestedResults { log_sum_exp: self.with_lse, ..RequestedResults::default() };
-        let kernel = MetalKernelCall::plan(&call, wanted).map_err(candle_core::Error::msg)?;
-        let attended = kernel.attend(wanted)?;
-        let mut results = vec![Named::new("output of Metal", &attended.output)?];
-        if let Some(lse) = &attended.log_sum_exp {
-            results.push(Named::new("log-sum-exp of Metal", lse)?);
-        }
-        Ok(results)
-    }
-
     /// Runs a call with the CUDA kernels.
-    fn on_emulator(&self, call: &Call) -> Result<(Tensor, Option<Tensor>)> {
+    fn on_cuda(&self, call: &Call) -> Result<(Tensor, Option<Tensor>)> {
         let wanted = RequestedResults { log_sum_exp: self.with_lse, ..RequestedResults::default() };
         let cuda_path = CudaPath::plan(call, wanted).map_err(candle_core::Error::msg)?;
         let attended = cuda_path.attend(wanted)?;
+        Ok((attended.output, attended.log_sum_exp))
+    }
+
+    /// Runs a call with the Metal kernels.
+    fn on_metal(&self, call: &Call) -> Result<(Tensor, Option<Tensor>)> {
+        let wanted = RequestedResults { log_sum_exp: self.with_lse, ..RequestedResults::default() };
+        let kernel_call = MetalKernelCall::plan(call, wanted).map_err(candle_core::Error::msg)?;
+        let attended = kernel_call.attend(wanted)?;
         Ok((attended.output, attended.log_sum_exp))
     }
 }
