@@ -28,6 +28,7 @@ mod masks;
 mod program;
 
 mod batches;
+mod block_rules;
 mod buffers;
 mod delta;
 mod drafts;
@@ -36,6 +37,7 @@ mod gradients;
 mod hybrid;
 mod layers;
 mod padding;
+mod page_contents;
 mod page_tables;
 mod paged_model;
 mod paged_trees;
