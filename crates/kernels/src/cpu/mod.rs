@@ -45,7 +45,7 @@ pub use instruction_set::{InstructionSet, UnsupportedInstructionSet};
 pub(crate) use kernel::{ColumnBlock, Columns, Kernel, Layout, MAX_LANES, SimdTask, TakenBits, Vector, WithColumns};
 pub use memory::large_page_vec;
 pub(crate) use memory::{Scratch, SharedPtr, Unwritten};
-pub(crate) use panel::{Format, LeftOperand, MAX_COLUMNS, PanelProduct};
+pub(crate) use panel::{Format, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct};
 pub(crate) use product::{add_products, multiply};
 pub(crate) use threads::for_each_index;
 pub use threads::{WorkSize, Workers, for_each_chunk, for_each_task};

@@ -27,6 +27,28 @@ pub struct PanelProduct {
     pub factors: Option<*const f32>,
     /// The format of B. A kernel for words of two elements ignores it: its B is words of two elements.
     pub format: Format,
+    /// The bytes that are prefetched meanwhile.
+    pub next: NextBytes,
+}
+
+/// The bytes that the next product reads, which a product prefetches while it computes. They need not be valid.
+#[derive(Clone, Copy)]
+pub struct NextBytes {
+    pub at: *const u8,
+    pub count: usize,
+}
+
+impl NextBytes {
+    /// Nothing is prefetched.
+    pub const NONE: Self = Self { at: std::ptr::null(), count: 0 };
+
+    /// Returns part `index` of `parts` equal parts.
+    #[inline(always)]
+    pub fn part(self, index: usize, parts: usize) -> Self {
+        let each = self.count.div_ceil(parts);
+        let start = self.count.min(index * each);
+        Self { at: self.at.wrapping_add(start), count: each.min(self.count - start) }
+    }
 }
 
 /// The left operand of a product, (rows, depth), in groups of [`ROWS`](super::Kernel::ROWS) rows. The last group may be

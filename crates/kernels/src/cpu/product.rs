@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use super::columns::{Words, with_columns};
 use super::functions::prefetch_bytes;
 use super::kernel::{ColumnBlock, Columns, Kernel, SimdTask, Vector, WithColumns};
-use super::panel::PanelProduct;
+use super::panel::{NextBytes, PanelProduct};
 
 /// The distance in bytes at which columns that are narrower than words are prefetched; 4 to 12 KB are equally fast. The
 /// processor's own prefetching falls behind them. Compared with no prefetching, on a Zen 5, one row times a weight of
@@ -155,9 +155,13 @@ pub(crate) unsafe fn add_products<K: Kernel>(
 #[inline(always)]
 pub(super) unsafe fn multiply_rows<K: Kernel, B: Columns>(product: &PanelProduct, mut row: usize) {
     let whole = product.rows / K::ROWS * K::ROWS;
+    let groups = product.rows.div_ceil(K::ROWS).max(1);
     // SAFETY: as this function's contract; the rows of each tile exist.
     unsafe {
         while row < whole {
+            // The next product would wait for its columns, since it takes them all while it computes its first rows.
+            let NextBytes { at, count } = product.next.part(row / K::ROWS, groups);
+            prefetch_bytes::<K::Vector>(at, count);
             let a = product.a.at.add(row / K::ROWS * product.a.group);
             let c = product.c.add(row * K::PANEL);
             match K::ROWS {

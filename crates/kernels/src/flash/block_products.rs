@@ -1,7 +1,7 @@
 //! The products of a packed block with a tile, over the parts of both that attend to each other.
 
 use super::tile::{Overlap, TilePart};
-use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Vector, multiply};
+use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, Vector, multiply};
 
 /// Computes the product of a block's keys with a tile's queries, (depth, panel), over a part of both; or of its values
 /// with the gradients of outputs.
@@ -29,6 +29,7 @@ pub(super) unsafe fn multiply_keys<K: Kernel>(
             vectors: part.vectors.len(),
             factors: None,
             format: Format::F32,
+            next: NextBytes::NONE,
         });
     }
 }
@@ -61,6 +62,7 @@ pub(super) unsafe fn add_values<K: Kernel>(
             vectors: part.vectors.len(),
             factors: Some(factors.as_ptr().add(column)),
             format: Format::F32,
+            next: NextBytes::NONE,
         });
     }
 }

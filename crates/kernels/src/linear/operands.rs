@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::matrix::{Matrix, Square};
 use super::weight::PackedWeight;
-use crate::cpu::{InstructionSet, Kernel, MAX_LANES, PanelProduct, Vector, multiply};
+use crate::cpu::{InstructionSet, Kernel, MAX_LANES, NextBytes, PanelProduct, Vector, multiply};
 use crate::error::{Error, check_instruction_set};
 use crate::number::Number;
 
@@ -213,6 +213,14 @@ impl<X> Right<'_, X> {
         match self {
             Self::Weight { weight, .. } => weight.is_widened::<K>(rows),
             Self::Transposed { .. } | Self::Matrix { .. } => true,
+        }
+    }
+
+    /// Returns the bytes that a product reads of some words of a panel's depth, if it reads a packed weight.
+    pub(super) fn bytes_at<K: Kernel>(&self, panel: usize, words: Range<usize>) -> NextBytes {
+        match self {
+            Self::Weight { weight, .. } => weight.bytes_at(panel, words.start * K::ELEMENTS, words.len() * K::ELEMENTS),
+            Self::Transposed { .. } | Self::Matrix { .. } => NextBytes::NONE,
         }
     }
 

@@ -7,8 +7,8 @@ use super::epilogue::Up;
 use super::operands::{BLOCK, BLOCK_ROW, Left, MAX_ROWS, Right};
 use super::product::Product;
 use crate::cpu::{
-    Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Scratch, SharedPtr, SimdTask, Vector, WorkSize, Workers,
-    dispatch_f32, for_each_task, second_cache,
+    Format, Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, Scratch, SharedPtr, SimdTask, Vector, WorkSize,
+    Workers, dispatch_f32, for_each_task, prefetch_bytes, second_cache,
 };
 use crate::error::{Error, check_len};
 use crate::number::{Number, load_first, store_first};
@@ -19,6 +19,9 @@ const SUMS_DIVISOR: usize = 4;
 /// The words of the left operand that are copied together, if they are more than one block of each row. Few rows then
 /// read each panel of the right operand from end to end, so that the processor prefetches it.
 const LEFT_WORDS: usize = 8 << 10;
+/// The rows before which an output and a residual are prefetched. No cache has an output that was allocated for the
+/// call, and the writes of its rows would wait for memory.
+const ROWS_AHEAD: usize = 8;
 /// The tasks for each thread, so that the last one is short.
 const TASKS_PER_THREAD: usize = 8;
 
@@ -88,6 +91,21 @@ impl<X: Number> SimdTask for ProductRun<'_, X> {
             unsafe { K::run_simd(task) };
         });
     }
+}
+
+/// Returns what a product reads of `right` after some words of a panel: these words of the next panel, or, after the
+/// last panel, the words after them of the first one.
+fn next_bytes<K: Kernel>(
+    right: &Right<impl Number>,
+    panels: &Range<usize>,
+    panel: usize,
+    words: Range<usize>,
+) -> NextBytes {
+    if panel + 1 < panels.end {
+        return right.bytes_at::<K>(panel + 1, words);
+    }
+    let depth = right.padded::<K>() / K::ELEMENTS;
+    right.bytes_at::<K>(panels.start, words.end..depth.min(words.end + words.len()))
 }
 
 /// Returns the number of blocks of `rows` rows that are copied together.
@@ -184,6 +202,7 @@ impl<X: Number> SimdTask for Task<'_, X> {
                                 vectors: right.columns_of::<K>(panel).len().div_ceil(K::Vector::LANES),
                                 factors: (first > 0).then_some(ones.as_ptr()),
                                 format: Format::F32,
+                                next: next_bytes::<K>(right, panels, panel, first..first + steps(first)),
                             };
                             right.multiply::<K>(panel, first * K::ELEMENTS, right_copy, block);
                         }
@@ -212,6 +231,15 @@ impl<X: Number> Task<'_, X> {
         let start = panel_columns.start.max(columns.start);
         let end = panel_columns.end.min(columns.end);
         for row in rows.clone() {
+            let ahead = (row + ROWS_AHEAD) * columns.len() + start - columns.start;
+            let bytes = (end - start) * size_of::<X>();
+            // SAFETY: the processor has the instruction set; addresses that are prefetched need not be valid.
+            unsafe {
+                prefetch_bytes::<K::Vector>(output.0.wrapping_add(ahead).cast_const().cast(), bytes);
+                if let Some(residual) = epilogue.residual {
+                    prefetch_bytes::<K::Vector>(residual.as_ptr().wrapping_add(ahead).cast(), bytes);
+                }
+            }
             for column in (start..end).step_by(K::Vector::LANES) {
                 let filled = K::Vector::LANES.min(end - column);
                 let from = (row - rows.start) * K::PANEL + column - panel_columns.start;

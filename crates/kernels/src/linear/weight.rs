@@ -7,8 +7,8 @@ use std::ops::Range;
 use super::code_numbers::unpack_codes;
 use super::matrix::Square;
 use crate::cpu::{
-    ColumnBlock, Columns, Format, InstructionSet, Kernel, PanelProduct, Scratch, SharedPtr, SimdTask, Vector,
-    WithColumns, WorkSize, Workers, for_each_index, multiply, with_columns, with_number_columns,
+    ColumnBlock, Columns, Format, InstructionSet, Kernel, NextBytes, PanelProduct, Scratch, SharedPtr, SimdTask,
+    Vector, WithColumns, WorkSize, Workers, for_each_index, multiply, with_columns, with_number_columns,
 };
 use crate::error::Error;
 use crate::number::Number;
@@ -108,6 +108,11 @@ impl PackedWeight {
     fn at(&self, panel: usize, first: usize) -> *const f32 {
         let bytes = (panel * self.format.bytes(self.padded) + self.format.bytes(first)) * self.panel;
         self.words.as_ptr().wrapping_byte_add(bytes)
+    }
+
+    /// Returns the bytes of `count` inputs of a panel from `first` on; both are multiples of the format's step.
+    pub(super) fn bytes_at(&self, panel: usize, first: usize, count: usize) -> NextBytes {
+        NextBytes { at: self.at(panel, first).cast(), count: self.format.bytes(count) * self.panel }
     }
 
     /// Returns whether a product with `rows` rows widens the weight's words before it multiplies them.

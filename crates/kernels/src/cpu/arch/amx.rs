@@ -6,8 +6,9 @@
 use std::arch::asm;
 
 use super::avx512::Avx512;
+use crate::cpu::functions::prefetch_bytes;
 use crate::cpu::kernel::{Columns, Kernel, Tiles, Vector, compiled_for};
-use crate::cpu::panel::PanelProduct;
+use crate::cpu::panel::{NextBytes, PanelProduct};
 
 pub(crate) struct Amx;
 
@@ -169,7 +170,10 @@ impl Kernel for Amx {
             }
             let mut row = 0;
             if product.vectors == 2 {
+                let blocks = product.rows.div_ceil(2 * TILE);
                 while row + 2 * TILE <= product.rows {
+                    let NextBytes { at, count } = product.next.part(row / (2 * TILE), blocks);
+                    prefetch_bytes::<Avx512>(at, count);
                     block_32_by_32(product, row);
                     row += 2 * TILE;
                 }

@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::{Sequence, on_every_instruction_set};
-use crate::cpu::{Format, Kernel, LeftOperand, PanelProduct, SimdTask, Vector, multiply};
+use crate::cpu::{Format, Kernel, LeftOperand, NextBytes, PanelProduct, SimdTask, Vector, multiply};
 
 /// Returns a word of one or two elements.
 fn word<K: Kernel>(elements: [f32; 2]) -> f32 {
@@ -74,6 +74,7 @@ impl Case {
             vectors,
             factors: accumulates.then_some(factors.as_ptr()),
             format: Format::F32,
+            next: NextBytes::NONE,
         };
         // SAFETY: the processor has the instruction set of K; the matrices have these sizes.
         unsafe { multiply::<K>(&product) };

@@ -1,6 +1,6 @@
 //! Matrices in the form that the kernel multiplies.
 
-use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Scratch, Vector};
+use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, Scratch, Vector};
 
 /// A matrix whose columns are divided into panels of the kernel: (panels, rows, panel).
 pub(super) struct Panels {
@@ -100,7 +100,19 @@ pub(super) unsafe fn multiply<K: Kernel>(a: LeftOperand, b: *const f32, c: *mut 
     let vectors = columns.div_ceil(K::Vector::LANES);
     let factors = adds.then_some(ONES.as_ptr());
     // SAFETY: as this function's contract.
-    unsafe { crate::cpu::multiply::<K>(&PanelProduct { a, b, c, rows, depth, vectors, factors, format: Format::F32 }) }
+    unsafe {
+        crate::cpu::multiply::<K>(&PanelProduct {
+            a,
+            b,
+            c,
+            rows,
+            depth,
+            vectors,
+            factors,
+            format: Format::F32,
+            next: NextBytes::NONE,
+        })
+    }
 }
 
 /// Writes the rows of one matrix as columns of another, in squares of `LANES` words.

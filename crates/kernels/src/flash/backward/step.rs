@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::call::BackwardCall;
 use super::memory::{BackwardScratch, BlockMemory, BlockRowsMemory, RowSize};
 use super::tile_gradient::{ColumnStats, TileGradient, TileModifierGradients};
-use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, PanelProduct, Vector, multiply};
+use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, Vector, multiply};
 use crate::flash::block_products::{add_values, multiply_keys};
 use crate::flash::kv_rows::{KvHeadRows, is_finite_row};
 use crate::flash::options::ScoreUnits;
@@ -271,6 +271,7 @@ unsafe fn add_rows<K: Kernel>(
                 vectors: size.vectors_of(panel),
                 factors: Some(ONES.as_ptr()),
                 format: Format::F32,
+                next: NextBytes::NONE,
             });
         }
     }
