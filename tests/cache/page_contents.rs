@@ -1,5 +1,5 @@
 //! The contents of pages and states after thousands of random schedules: each row of a pool has the token at its
-//! position, and each state the hash of all tokens before it, as if every sequence were alone. The pools are plain lists.
+//! position, and each state the hash of all tokens before it, as if every sequence were alone. The pools are lists.
 
 use std::collections::BTreeSet;
 
