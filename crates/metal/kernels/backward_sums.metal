@@ -35,10 +35,10 @@ KERNEL_OF(SUMS, attention_backward_sinks, SMALL_BLOCK_THREADS) {
     SHARED_MEMORY(16);
     AttentionArguments arguments;
     READ_SUMS_ARGUMENTS(arguments)
-    const int thread = (int)thread_index, head = (int)group_index;
-    const float own = sink_gradient_of_thread(arguments, head, thread);
-    const float sum = threadgroup_sum(SHARED_AT(float, 0), own, thread);
-    if (thread == 0) store_global(arguments.sink_gradient + head, sum);
+    const int index = (int)thread_index, head = (int)group_index;
+    const float own = sink_gradient_of_thread(arguments, head, index);
+    const float sum = threadgroup_sum(SHARED_AT(float, 0), own, index);
+    if (index == 0) store_global(arguments.sink_gradient + head, sum);
 }
 
 // (H) from parts (B, H, key blocks, KEY_WARPS).
@@ -46,10 +46,10 @@ KERNEL_OF(SUMS, attention_backward_slopes, SMALL_BLOCK_THREADS) {
     SHARED_MEMORY(16);
     AttentionArguments arguments;
     READ_SUMS_ARGUMENTS(arguments)
-    const int thread = (int)thread_index, head = (int)group_index;
-    const float own = slope_gradient_of_thread(arguments, arguments.key_blocks * KEY_WARPS, head, thread);
-    const float sum = threadgroup_sum(SHARED_AT(float, 0), own, thread);
-    if (thread == 0) store_global(arguments.slope_gradient + head, sum);
+    const int index = (int)thread_index, head = (int)group_index;
+    const float own = slope_gradient_of_thread(arguments, arguments.key_blocks * KEY_WARPS, head, index);
+    const float sum = threadgroup_sum(SHARED_AT(float, 0), own, index);
+    if (index == 0) store_global(arguments.slope_gradient + head, sum);
 }
 
 // (B or 1, H, length) from parts (pairs, H / H_kv, key blocks, length).
@@ -70,12 +70,12 @@ KERNEL_OF(SUMS, attention_backward_bias, SMALL_BLOCK_THREADS) {
     READ_SUMS_ARGUMENTS(arguments)
     const int column_blocks = (arguments.bias_keys + SMALL_BLOCK_THREADS - 1) / SMALL_BLOCK_THREADS;
     const GridPlace place = grid_place(group_index, column_blocks, arguments.bias_queries);
-    const int thread = (int)thread_index;
+    const int index = (int)thread_index;
     BiasEntry entry;
     entry.sequence = place.z / arguments.bias_heads, entry.head = place.z % arguments.bias_heads;
-    entry.query = place.y, entry.column = place.x * SMALL_BLOCK_THREADS + thread;
-    float sum = bias_gradient_of_thread(arguments, entry, thread);
-    if (arguments.bias_keys == 1) sum = threadgroup_sum(SHARED_AT(float, 0), sum, thread);
-    store_bias_gradient(arguments, entry, thread, sum);
+    entry.query = place.y, entry.column = place.x * SMALL_BLOCK_THREADS + index;
+    float sum = bias_gradient_of_thread(arguments, entry, index);
+    if (arguments.bias_keys == 1) sum = threadgroup_sum(SHARED_AT(float, 0), sum, index);
+    store_bias_gradient(arguments, entry, index, sum);
 }
 #endif

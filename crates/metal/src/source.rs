@@ -97,4 +97,18 @@ mod tests {
             }
         }
     }
+
+    /// Checks what a C++ compiler does not know: words of the Metal Shading Language that are no names of variables.
+    #[test]
+    fn metal_source_has_no_variable_with_the_name_of_an_address_space() {
+        for line in assemble().lines() {
+            let code = line.split("//").next().unwrap_or_default();
+            let words: Vec<&str> = code.split(|letter: char| !letter.is_alphanumeric() && letter != '_').collect();
+            for pair in words.windows(2) {
+                let is_type = ["int", "float", "bool", "u32", "i64", "float2", "int2"].contains(&pair[0]);
+                let is_space = ["thread", "device", "constant", "threadgroup", "kernel"].contains(&pair[1]);
+                assert!(!(is_type && is_space), "{line}");
+            }
+        }
+    }
 }
