@@ -267,3 +267,66 @@ fn pages_with_unsupported_inputs_or_layers_are_errors() -> Result<()> {
     }
     Ok(())
 }
+
+#[test]
+fn errors_of_states_name_the_cause_and_change_nothing() -> Result<()> {
+    let net_of = |heads: usize| GatedDeltaNet::new(&GatedDeltaNetConfig::new(EMBED_DIM, heads), seeded_weights());
+    let net = net_of(4)?.freeze()?;
+    let plain = PageTable::new(4, PAGE)?;
+    let without = "[delta_pool] the table has no states, expected one made `with_states`";
+    assert_eq!(error_text(DeltaPool::new(&net, &plain)), without);
+    let drafts = "[page_table] drafts were set for a table without states, which takes back any tokens; expected none";
+    assert_eq!(error_text(plain.with_drafts(2)), drafts);
+    assert!(error_text(PageTable::new(4, PAGE)?.with_states(0)).starts_with("[page_table] states is 0, expected"));
+    let mut used = PageTable::new(4, PAGE)?;
+    used.add();
+    let late = "[page_table] the table has 1 sequences, expected none before its states are set";
+    assert_eq!(error_text(used.with_states(2)), late);
+
+    let mut table = PageTable::new(4, PAGE)?.with_states(3)?.with_drafts(2)?;
+    let pool = DeltaPool::new(&net, &table)?;
+    let of_other = DeltaPool::new(&net, &PageTable::new(4, PAGE)?.with_states(3)?)?;
+    let of_two_heads = DeltaPool::new(&net_of(2)?, &table)?;
+    let (one, two) = (table.add(), table.add());
+    let full = "[page_table] the step needs 4 states, but 3 of 3 are free";
+    assert_eq!(error_text(table.step(&[one.tokens(2), two.tokens(2)])), full);
+    let xs = three_tokens()?;
+    let step = table.step(&[one.tokens(3)])?;
+    let run = |to: &DeltaPool| error_text(net.forward_with(DeltaInput::new(&xs).with_pages(to, &step)));
+    let another = "[delta_pool] the step is of another table, expected the one that the pool was made for";
+    assert_eq!(run(&of_other), another);
+    assert!(run(&of_two_heads).starts_with("[delta_pool] the pool stores inputs ["), "{}", run(&of_two_heads));
+    let mut cache = DeltaCache::default();
+    let both = error_text(net.forward_with(DeltaInput::new(&xs).with_pages(&pool, &step).with_cache(&mut cache)));
+    assert!(
+        both.ends_with("pages were given with a cache, padding or packed sequences, expected none of them"),
+        "{both}"
+    );
+    let tree = TokenTree::new(&[None, Some(0), Some(0)])?;
+    let long = error_text(net.forward_with(DeltaInput::new(&xs).with_pages(&pool, &step).with_tree(&tree)));
+    assert!(long.ends_with("expected a table made `with_drafts(3)`"), "{long}");
+    let two_rows = xs.narrow(0, 0, 2)?;
+    let short = error_text(net.forward_with(DeltaInput::new(&two_rows).with_pages(&pool, &step)));
+    assert!(short.contains("input has shape [2, 12], expected (total = 3, 12)"), "{short}");
+    step.commit();
+    let within = error_text(table.truncate(one, 1));
+    assert!(within.contains("len is 1, expected 0 or one of [3], after which the sequence has a state"), "{within}");
+    let next = table.step(&[one.tokens(1)])?;
+    let token = xs.narrow(0, 0, 1)?;
+    let missed = error_text(net.forward_with(DeltaInput::new(&token).with_pages(&pool, &next)));
+    assert!(missed.starts_with("[delta_pool] the pool has not stored the tokens of an earlier step"), "{missed}");
+    drop(next);
+    assert_eq!((table.len(one)?, table.free_states()), (3, 2));
+
+    let latents = KvPool::new(&KvPoolConfig::for_latent_layer(&LatentConfig::new(EMBED_DIM, 3), &table), &DEVICE)?;
+    let own = layer(&base())?.freeze()?;
+    let last = table.step(&[two.tokens(3)])?;
+    let found = error_text(own.forward_with(AttentionInput::new(&xs).with_pages(&latents, &last)));
+    assert_eq!(found, "[kv_pool] the pool stores latents, expected the call of a layer of latent attention");
+    Ok(())
+}
+
+/// Returns random weights for any layer.
+fn seeded_weights() -> VarBuilder<'static> {
+    TorchSeed::new(1).var_builder(DType::F32, &DEVICE)
+}
