@@ -191,8 +191,9 @@ impl MetalAttention {
             let of_keys = wide("attention_backward_keys", groups, tile.key_shared_bytes());
             launches.push(MetalLaunch { pairs: Some(pairs), ..of_keys });
             if needs.relative_bias {
-                let groups = self.distances().div_ceil(SMALL_BLOCK_THREADS) * h * self.relative_bias_sequences();
-                let of_sums = small("attention_backward_relative_bias", groups, 0);
+                let of_head = self.distances().div_ceil(SMALL_BLOCK_THREADS);
+                let sums = of_head * h * self.relative_bias_sequences();
+                let of_sums = small("attention_backward_relative_bias", sums, 0);
                 launches.push(MetalLaunch { pairs: Some(pairs), ..of_sums });
             }
         }

@@ -203,7 +203,8 @@ mod tests {
             let Some((list, rest)) = of_list.or(of_forward) else { continue };
             let kernel = rest.split(',').next().unwrap_or_default();
             let named = LISTS.iter().find(|own| own.name == list).expect(list);
-            assert!(std::ptr::eq(fields_of(kernel), named.fields), "{kernel}");
+            let names = |fields: &[BoundField]| fields.iter().map(|field| field.name).collect::<Vec<_>>();
+            assert_eq!(names(fields_of(kernel)), names(named.fields), "{kernel}");
             kernels += 1;
         }
         assert_eq!(kernels, 10);
