@@ -130,12 +130,7 @@ fn latent_layer(heads: usize, indexer: IndexerConfig, variables: &VarMap) -> Res
 }
 
 fn layer(args: &Args) -> Result<()> {
-    let own = IndexerConfig {
-        num_heads: args.index_heads,
-        head_dim: 128,
-        top_k: args.chosen,
-        rope_style: Default::default(),
-    };
+    let own = IndexerConfig::new(args.index_heads, 128, args.chosen);
     let variables = VarMap::new();
     let indexed = latent_layer(args.latent_heads, own, &variables)?;
     // An indexer that chooses all keys computes no scores.

@@ -57,9 +57,10 @@
 pub use candle_attention_core::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
     AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, AttentionStatistics, AttentionTemperature,
-    Backend, ContentPositions, DisentangledConfig, FullyMaskedRows, IndexerConfig, KeyLists, KeyRanges, KvCodeFormat,
-    KvPool, KvPoolConfig, KvSharing, LayerOutput, LocalWindow, MultiHeadAttention, MultiHeadAttentionConfig,
-    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OutputLayout, PackedSequences, PageCopy, PageTable,
+    Backend, BlockIndexerConfig, ChosenKeys, ContentPositions, DisentangledConfig, FullyMaskedRows, IndexerConfig,
+    IndexerQueries, KeyLists, KeyRanges, KvCodeFormat, KvPool, KvPoolConfig, KvSharing, LatentScales, LayerOutput,
+    LocalWindow, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
+    MultiHeadLatentAttentionConfig, OutputLayout, OutputWithChoice, PackedSequences, PageCopy, PageTable,
     PagedSequences, PagedStep, PagedTokens, Plan, ProjectedMemory, RelativeBias, RelativeBiasConfig,
     RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, RowMoves,
     SdpaOptions, SequenceId, SharedPrefix, StateAfter, StatisticsOptions, StepStates, StepTokens, TokenTree, ValidLens,

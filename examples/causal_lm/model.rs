@@ -26,7 +26,7 @@ use weights::{OUTPUTS, OtherRanks, Weights, shard_range};
 /// The names that families have for the base model, its embeddings, its blocks, its last norm, and its head; the last
 /// name of each list is llama.cpp's. A checkpoint has one of each.
 const BASES: &[&str] = &["model", "transformer", "gpt_neox", "model.decoder", "decoder", "model.language_model"];
-const EMBEDDINGS: &[&str] = &["embed_tokens", "wte", "word_embeddings", "embed_in", "token_embd"];
+const EMBEDDINGS: &[&str] = &["embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "token_embd"];
 const POSITIONS: &[&str] = &["wpe", "embed_positions", "position_embd"];
 const EMBEDDING_NORMS: &[&str] = &["word_embeddings_layernorm", "token_embd_norm"];
 const BLOCKS: &[&str] = &["layers", "h", "blocks", "blk"];

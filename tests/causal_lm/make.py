@@ -138,6 +138,38 @@ MODELS = {
     # Each query attends to 4 keys that an indexer chooses; there are enough tokens to choose from.
     "deepseek_v32": {**LATENT, **INDEXER, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
     "glm_moe_dsa": {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1},
+    # The second layer attends to the keys that the first one chose.
+    "glm_moe_dsa_shared": {
+        "model_type": "glm_moe_dsa", **LATENT, **INDEXER, "n_group": 1, "topk_group": 1, "num_hidden_layers": 3,
+        "first_k_dense_replace": 3, "indexer_types": ["full", "shared", "full"],
+    },
+    # Experts without groups, norms with gates.
+    "axk2": {**LATENT, **INDEXER, "gated_norm_rank": 3},
+    # A layer with rotary positions and one without; as published, with other names than in transformers.
+    "mistral_large4": {
+        "text_config": {
+            "model_type": "mistral_large4_text", **SIZES, **LATENT, **INDEXER, "n_group": 1, "topk_group": 1,
+            "no_rope_layers": [1, 0], "final_logit_softcapping": 3.0,
+        },
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "patch_size": 2, "image_size": 8,
+        },
+    },
+    # A layer with an indexer and one with a window.
+    "dots3_note_text": {
+        **LATENT, **INDEXER, "n_group": 2, "topk_group": 1, "layer_types": ["indexed_attention", "sliding_attention"],
+        "sliding_window": 4, "shared_experts_intermediate_size": 10, "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 6, "swa_head_dim": 10,
+        "swa_qk_nope_head_dim": 6, "swa_v_head_dim": 7,
+    },
+    # A dense layer that attends to all keys, and one of experts that attends to two blocks of keys.
+    "minimax_m3_vl_text": {
+        "head_dim": 6, "dense_intermediate_size": 20, "shared_intermediate_size": 10, "swiglu_limit": 0.5,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"], "index_n_heads": 2, "index_head_dim": 6, "index_block_size": 2,
+        "index_topk_blocks": 2,
+    },
     # A limit that some of the numbers exceed.
     "gpt_oss": {
         "head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "swiglu_limit": 0.5,
@@ -230,7 +262,7 @@ def main():
             # Norms and biases too are to matter; embeddings of one size keep scores and logits of one size.
             torch.nn.init.normal_(parameter, std=0.4)
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+            if buffer_name.endswith(("e_score_correction_bias", "rotary_emb.alpha")):
                 torch.nn.init.normal_(buffer, std=0.1)
         quantized = quantize_experts(model) if name.endswith("mxfp4") else {}
         ids = torch.randint(2, 37, (2, tokens))

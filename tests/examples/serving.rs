@@ -107,9 +107,15 @@ fn served_requests_have_the_tokens_of_causal_lm_alone_with_and_without_preemptio
     assert_eq!(serve(&model, &requests[..3], &options).tokens, in_q8);
 }
 
+/// The models whose layers cannot use pages, and the reason.
+const REFUSED: [(&str, &str); 2] = [
+    ("glm_moe_dsa_shared", "attends to the keys that an earlier layer chose, which is not supported with pages"),
+    ("minimax_m3_vl_text", "has an indexer, whose keys have no pages"),
+];
+
 /// Models with latent attention, with linear attention and with windows are among them.
 #[test]
-fn models_of_causal_lm_serve_requests_with_the_tokens_of_each_alone() {
+fn models_of_causal_lm_serve_requests_with_the_tokens_of_each_alone_or_are_refused() {
     let all = requests(3, 24);
     let models = Checkpoint::all("causal_lm");
     models.par_iter().for_each(|model| {
@@ -118,6 +124,15 @@ fn models_of_causal_lm_serve_requests_with_the_tokens_of_each_alone() {
         if name == "phi3_scaled" {
             // The rotary frequencies change after 16 positions.
             requests.retain(|request| request.ids.len() + request.max_tokens <= 16);
+        }
+        if let Some((_, reason)) = REFUSED.iter().find(|(refused, _)| *refused == name) {
+            let folder = tempfile::tempdir().expect("a folder");
+            let mut serving = command("serve_requests");
+            serving.arg("--model").arg(&model.path).args(["--requests", &write(&requests, folder.path())]);
+            let Run { code, stderr, .. } = run(serving);
+            assert_eq!(code, Some(1), "{model}: {stderr}");
+            assert!(stderr.starts_with("error: [pages] layer ") && stderr.contains(reason), "{model}: {stderr}");
+            return;
         }
         let Answers { tokens, .. } = serve(model, &requests, &["--pages", "3", "--token-budget", "9"]);
         let expected: Vec<_> = requests.iter().map(|request| alone(model, request, &[])).collect();

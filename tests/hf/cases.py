@@ -105,6 +105,37 @@ DEEPSEEK = {
 # Many heads, since the scores of few heads are often 0 for several keys.
 INDEXER = {"index_n_heads": 12, "index_head_dim": 8, "index_topk": 4}
 
+DOTS3 = {
+    "layer_types": ["indexed_attention", "sliding_attention"],
+    "sliding_window": 5,
+    "n_shared_experts": 1,
+    "swa_num_attention_heads": 3,
+    "swa_num_key_value_heads": 3,
+    "swa_q_lora_rank": 12,
+    "swa_kv_lora_rank": 8,
+    "swa_head_dim": 14,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 7,
+}
+MINIMAX_M3 = {
+    "head_dim": 12,
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "dense"],
+    "dense_intermediate_size": 24,
+    "index_n_heads": 2,
+    "index_head_dim": 15,
+    "index_block_size": 2,
+    "index_topk_blocks": 3,
+}
+GLM5_NEXT = {
+    "layer_types": ["indexed_attention"],
+    "qk_rope_head_dim": 0,
+    "index_kpool": 2,
+    "linear_head_dim": 8,
+    "linear_num_heads": 2,
+    "mlp_layer_types": ["dense"],
+}
+
 DEBERTA = {
     "layers": "encoder.layer",
     "attention": "attention.self",
@@ -381,7 +412,19 @@ CASES = {
         "deepseek_v3", ONE_LAYER, DEEPSEEK, {"rope_interleave": False, "attention_bias": True}
     ),
     "deepseek_v32": decoder("deepseek_v32", ONE_LAYER, DEEPSEEK, INDEXER, {"rope_parameters": YARN}),
+    # A layer that attends to all keys, and one that attends to two blocks.
+    "minimax_m3": decoder("minimax_m3_vl_text", MINIMAX_M3, auto_class=AutoModel),
     "glm_moe_dsa": decoder("glm_moe_dsa", ONE_LAYER, DEEPSEEK, INDEXER),
+    "axk2": decoder("axk2", ONE_LAYER, DEEPSEEK, INDEXER),
+    "hy_v4": decoder("hy_v4", ONE_LAYER, DEEPSEEK, INDEXER, {"mlp_layer_types": ["dense"]}),
+    # A layer with rotary positions, and one without.
+    "mistral_large4": decoder(
+        "mistral_large4_text", DEEPSEEK, INDEXER, {"no_rope_layers": [1, 0]}, auto_class=AutoModel
+    ),
+    # A layer with an indexer, and one with a window.
+    "dots3_note": decoder("dots3_note_text", DEEPSEEK, INDEXER, DOTS3, auto_class=AutoModel),
+    # Pools of two keys.
+    "glm5_next": decoder("glm5_next_text", ONE_LAYER, DEEPSEEK, INDEXER, GLM5_NEXT, auto_class=AutoModel),
     "bert": encoder("bert", **BERT),
     "bert_decoder": decoder("bert", ONE_LAYER, {"is_decoder": True}, sizes=UNGROUPED, **BERT),
     "roberta": encoder("roberta", ONE_LAYER, **BERT),

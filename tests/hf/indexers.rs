@@ -1,31 +1,91 @@
-//! Latent attention to the keys that an indexer chooses, in calls with a cache and with padding.
+//! Attention to the keys that an indexer chooses, in calls with a cache and with padding.
 
 use candle_attention::{
-    AttentionCache, AttentionInput, AttentionMask, Backend, IndexerConfig, MultiHeadLatentAttention, PackedSequences,
-    hf,
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, IndexerConfig, MultiHeadAttention,
+    MultiHeadLatentAttention, PackedSequences, hf,
 };
 use candle_core::{DType, Result, Tensor};
 
 use crate::Model;
 
-/// The models whose indexers choose 4 of the keys of each query.
-const MODELS: [&str; 2] = ["deepseek_v32", "glm_moe_dsa"];
+/// A layer of a model.
+struct Place {
+    model: &'static str,
+    layer: usize,
+}
+
+const fn place(model: &'static str, layer: usize) -> Place {
+    Place { model, layer }
+}
+
+/// The layers whose indexers choose few of the keys of each query, and one that has a window in a model of such.
+const PLACES: [Place; 10] = [
+    place("deepseek_v32", 0),
+    place("glm_moe_dsa", 0),
+    place("axk2", 0),
+    place("hy_v4", 0),
+    place("mistral_large4", 0),
+    place("mistral_large4", 1),
+    place("dots3_note", 0),
+    place("dots3_note", 1),
+    place("glm5_next", 0),
+    place("minimax_m3", 1),
+];
+
+#[derive(Clone)]
+#[allow(clippy::large_enum_variant, reason = "a test has few")]
+enum Layer {
+    Latent(MultiHeadLatentAttention),
+    MultiHead(MultiHeadAttention),
+}
+
+impl Layer {
+    fn forward_with(&self, input: AttentionInput) -> Result<Tensor> {
+        match self {
+            Self::Latent(own) => own.forward_with(input),
+            Self::MultiHead(own) => own.forward_with(input),
+        }
+    }
+
+    fn freeze(&self) -> Result<Self> {
+        Ok(match self {
+            Self::Latent(own) => Self::Latent(own.freeze()?),
+            Self::MultiHead(own) => Self::MultiHead(own.freeze()?),
+        })
+    }
+
+    fn num_heads(&self) -> usize {
+        match self {
+            Self::Latent(own) => own.config().num_heads(),
+            Self::MultiHead(own) => own.config().num_heads(),
+        }
+    }
+}
 
 /// A layer, and inputs (2, T, E) with the outputs of transformers.
 struct Recorded {
     model: Model,
-    layer: MultiHeadLatentAttention,
+    layer: Layer,
     xs: Tensor,
     ys: Tensor,
 }
 
 fn recorded() -> Result<Vec<Recorded>> {
     let mut all = Vec::new();
-    for name in MODELS {
+    for Place { model: name, layer: number } in PLACES {
         let model = Model::named(name);
-        let layer = hf::load_latent_attention(&model.config, 0, model.vb())?;
-        assert_eq!(layer.config().indexer().map(|indexer| indexer.top_k), Some(4));
-        let (xs, ys) = (model.golden["layer0.in"].clone(), model.golden["layer0.out"].clone());
+        let layer = if hf::latent_attention_config(&model.config, number).is_ok() {
+            let latent = hf::load_latent_attention(&model.config, number, model.vb())?;
+            let config = latent.config();
+            assert!(config.indexer().map(|own| own.top_k) == Some(4) || config.window() == Some(5), "{name} {number}");
+            Layer::Latent(latent)
+        } else {
+            let own = hf::load_attention(&model.config, number, model.vb())?;
+            assert_eq!(own.config().indexer().map(|indexer| indexer.top_blocks), Some(3));
+            Layer::MultiHead(own)
+        };
+        let (xs, ys) =
+            (model.golden[&format!("layer{number}.in")].clone(), model.golden[&format!("layer{number}.out")].clone());
         all.push(Recorded { model, layer, xs, ys });
     }
     Ok(all)
@@ -53,7 +113,7 @@ fn indexer_with_cache_in_chunks_matches_transformers() -> Result<()> {
 #[test]
 fn indexer_with_masks_for_each_head_matches_transformers() -> Result<()> {
     for Recorded { model, layer, xs, ys } in recorded()? {
-        let (t, h) = (xs.dim(1)?, layer.config().num_heads());
+        let (t, h) = (xs.dim(1)?, layer.num_heads());
         let ones = Tensor::ones((1, h, t, t), DType::U8, xs.device())?;
         let zeros = ones.to_dtype(xs.dtype())?.affine(0.0, 0.0)?;
         for mask in [AttentionMask::none().with_bool_mask(&ones), AttentionMask::none().with_bias(&zeros)] {
@@ -103,7 +163,7 @@ fn indexer_with_left_padding_matches_sequences_alone() -> Result<()> {
 
 #[test]
 fn indexer_of_other_sizes_or_inputs_is_an_error() -> Result<()> {
-    let Recorded { model, layer, xs, .. } = recorded()?.remove(1);
+    let Recorded { model, layer: Layer::Latent(layer), xs, .. } = recorded()?.remove(1) else { unreachable!() };
     let error = |name: &str, value: serde_json::Value| {
         let mut config = model.config.clone();
         config[name] = value;
@@ -114,8 +174,6 @@ fn indexer_of_other_sizes_or_inputs_is_an_error() -> Result<()> {
     assert!(none.contains("the indexer's top_k is 0, expected at least 1"), "{none}");
     assert!(error("index_head_dim", 2.into()).contains("head_dim is 2, expected at least the rope_head_dim of 4"));
     assert!(error("q_lora_rank", serde_json::Value::Null).contains("has an indexer and no q_lora_rank"));
-    let shared = error("indexer_types", serde_json::json!(["shared"]));
-    assert!(shared.contains("attends to the keys that an earlier layer chose"), "{shared}");
 
     let total = xs.dim(1)?;
     let packed = PackedSequences::from_lens(&[total], &[total])?;
@@ -123,5 +181,53 @@ fn indexer_of_other_sizes_or_inputs_is_an_error() -> Result<()> {
     let found = layer.forward_with(AttentionInput::new(&rows).with_packed(&packed));
     let text = found.expect_err("packed sequences").to_string();
     assert!(text.contains("packed sequences were given to a layer with an indexer"), "{text}");
+    Ok(())
+}
+
+/// Compares a layer that attends to the keys that another chose with the other layer, where both have the same weights.
+#[test]
+fn layer_with_shared_choice_attends_to_the_keys_of_the_layer_that_chose() -> Result<()> {
+    for name in ["glm_moe_dsa", "hy_v4"] {
+        let model = Model::named(name);
+        let mut config = model.config.clone();
+        config["indexer_types"] = serde_json::json!(["full"]);
+        let choosing = hf::load_latent_attention(&config, 0, model.vb())?;
+        config["indexer_types"] = serde_json::json!(["shared"]);
+        let sharing = hf::load_latent_attention(&config, 0, model.vb())?;
+        assert!(sharing.config().shared_choice() && sharing.config().indexer().is_none());
+        let (xs, ys) = (&model.golden["layer0.in"], &model.golden["layer0.out"]);
+        let found = choosing.forward_with_choice(xs)?;
+        model.assert_close(&found.output, ys, "the layer that chooses");
+        let shared = sharing.forward_with_choice(AttentionInput::new(xs).with_chosen_keys(&found.chosen))?;
+        model.assert_close(&shared.output, ys, "without a cache");
+        let again = sharing.forward_with(AttentionInput::new(xs).with_chosen_keys(&shared.chosen))?;
+        model.assert_close(&again, ys, "the choice that was passed on");
+
+        let (mut first, mut second) = (AttentionCache::default(), AttentionCache::default());
+        for start in (0..xs.dim(1)?).step_by(3) {
+            let part = xs.narrow(1, start, 3.min(xs.dim(1)? - start))?;
+            let made = choosing.forward_with_choice(AttentionInput::new(&part).with_cache(&mut first))?;
+            let input = AttentionInput::new(&part).with_cache(&mut second).with_chosen_keys(&made.chosen);
+            model.assert_close(&sharing.forward_with(input)?, &ys.narrow(1, start, part.dim(1)?)?, "with a cache");
+        }
+        let missing = sharing.forward(xs).expect_err("no choice").to_string();
+        assert!(missing.contains("expected a call `with_chosen_keys`"), "{missing}");
+        let own = choosing.forward_with(AttentionInput::new(xs).with_chosen_keys(&found.chosen));
+        assert!(own.expect_err("a choice of another").to_string().contains("expected a layer that asks for them"));
+    }
+    Ok(())
+}
+
+#[test]
+fn cache_that_drops_keys_with_indexer_of_blocks_is_an_error() -> Result<()> {
+    for Recorded { model, layer, xs, .. } in recorded()? {
+        if !["glm5_next", "minimax_m3"].contains(&model.name.as_str()) {
+            continue;
+        }
+        let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_window(4))?;
+        let found = layer.forward_with(AttentionInput::new(&xs).with_cache(&mut cache));
+        let text = found.expect_err("a sliding cache").to_string();
+        assert!(text.contains("a cache that drops keys was given to a layer"), "{text}");
+    }
     Ok(())
 }

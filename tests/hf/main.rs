@@ -30,7 +30,17 @@ use common::{DEVICE, Model, assert_near, recorded};
 const TOLERANCE: f64 = 1e-5;
 
 /// The architectures whose attention is latent.
-const LATENT: &[&str] = &["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"];
+const LATENT: &[&str] = &[
+    "axk2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "dots3_note_text",
+    "glm5_next_text",
+    "glm_moe_dsa",
+    "hy_v4",
+    "mistral_large4_text",
+];
 
 type Tensors = HashMap<String, Tensor>;
 

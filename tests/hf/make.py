@@ -177,11 +177,11 @@ def in_one_row(tokens):
 def is_attention(key, without_decoder):
     if key.startswith("decoder.block") and without_decoder:
         return False
-    # What DeBERTa's layers share.
-    if re.search(r"rel_embeddings|encoder\.LayerNorm", key):
+    # What the layers of DeBERTa and of Mistral Large 4 share.
+    if re.search(r"rel_embeddings|encoder\.LayerNorm|(rotary_emb|lerope)\.alpha", key):
         return True
     return re.search(r"att|Wqkv|Attention", key, re.IGNORECASE) and not re.search(
-        r"ln_attn|att\w*(?<!sub_)norm\.|LayerNorm", key
+        r"ln_attn|att\w*(?<!sub_)norm\.|LayerNorm|hc_attn", key
     )
 
 

@@ -19,3 +19,7 @@ def randomise(model, fan_in):
             parameter.copy_(1 + 0.3 * draw)
         else:
             parameter.copy_(0.5 * draw)
+    # Factors of rotary frequencies, which are learned and no parameters.
+    for name, buffer in model.named_buffers():
+        if name.endswith("rotary_emb.alpha"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape))

@@ -126,6 +126,39 @@ RAW = [
     ),
     ("qwen3_next", {"full_attention_interval": 2, "num_hidden_layers": 4, "rope_theta": 1e7, "partial_rotary_factor": 0.5}),
     ("llama4_text", {"no_rope_layer_interval": 2, "num_hidden_layers": 4, "attn_temperature_tuning": False}),
+    # The layers whose keys an earlier layer chooses.
+    ("glm_moe_dsa", {"num_hidden_layers": 6, "index_topk_pattern": "FSSFFS"}),
+    ("glm_moe_dsa", {"num_hidden_layers": 7, "index_topk_freq": 3, "index_skip_topk_offset": 2}),
+    ("mistral_large4_text", {"no_rope_layer_interval": 2, "num_hidden_layers": 4}),
+    # As published: other names of the fields of some layers.
+    (
+        "dots3_note_text",
+        {
+            "num_hidden_layers": 4,
+            "use_dsa": True,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window_size": 256,
+            "rope_theta": 8000000.0,
+            "swa_rope_theta": 10000.0,
+            "swa_num_attention_heads": 32,
+            "swa_num_key_value_heads": 32,
+            "swa_kv_lora_rank": 512,
+        },
+    ),
+    (
+        "minimax_m3_vl_text",
+        {
+            "num_hidden_layers": 3,
+            "sparse_attention_config": {
+                "sparse_attention_freq": [0, 1, 1],
+                "sparse_num_index_heads": 2,
+                "sparse_index_dim": 64,
+                "sparse_block_size": 64,
+                "sparse_topk_blocks": 8,
+                "sparse_local_block": 2,
+            },
+        },
+    ),
     # The usual names are the encoder's.
     ("marian", {"num_hidden_layers": 6, "decoder_layers": 3, "num_attention_heads": 8, "decoder_attention_heads": 4}),
     ("whisper", {"encoder_layers": 32, "decoder_layers": 2, "encoder_attention_heads": 20, "d_model": 1280}),

@@ -38,14 +38,37 @@ REDUCED = {
     "num_encoder_blocks": 4, "depths": [2, 1, 1, 1], "hidden_sizes": [12, 24, 36, 48], "num_attention_heads": [1, 2, 3, 6],
     "sr_ratios": [4, 2, 1, 1], "sequence_reduction_ratios": [4, 2, 1, 1], "decoder_hidden_size": 24,
 }
+# Many heads, since the scores of few heads are often 0 for several keys.
+INDEXER = {"index_topk": 4, "index_n_heads": 16, "mlp_layer_types": ["dense", "dense"]}
 CONFIGS = {
+    "axk2": INDEXER,
+    # More blocks than are chosen, in the second layer.
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_n_heads": 2,
+        "index_block_size": 2,
+        "index_topk_blocks": 3,
+        "mlp_layer_types": ["dense", "dense"],
+    },
+    "hy_v4": INDEXER,
+    "mistral_large4_text": INDEXER | {"no_rope_layers": [1, 0]},
+    "dots3_note_text": INDEXER | {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "n_shared_experts": 1,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 12,
+        "swa_kv_lora_rank": 8,
+        "swa_head_dim": 14,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 7,
+    },
     "bailing_hybrid": {"head_dim": 12, "short_conv_kernel_size": 3, "num_mtp_layers": 0},
     "codegen": {"rotary_dim": 4, "n_head": 4, "n_embd": 32},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 0.7}, "n_heads": 6},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    # Many heads, since the scores of few heads are often 0 for several keys.
-    "deepseek_v32": {"index_topk": 4, "index_n_heads": 16, "mlp_layer_types": ["dense", "dense"]},
+    "deepseek_v32": INDEXER,
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "embedding_gemma2_text": {"global_head_dim": 20},
     "diffusion_gemma_text": {
@@ -79,8 +102,8 @@ CONFIGS = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 48},
     "esmc": {"num_key_value_heads": 6, "head_dim": 8},
     "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 12, "mamba_d_head": 8, "key_multiplier": 0.4},
-    "glm_moe_dsa": {"index_topk": 4, "index_n_heads": 16, "mlp_layer_types": ["dense", "dense"]},
-    "glm5_next_text": {"qk_rope_head_dim": 0, "index_topk": 4, "index_kpool": 2, "mlp_layer_types": ["dense", "dense"]},
+    "glm_moe_dsa": INDEXER,
+    "glm5_next_text": INDEXER | {"qk_rope_head_dim": 0, "index_kpool": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "gptj": {"rotary_dim": 4},
     "blip_text_model": {"encoder_hidden_size": 36},

@@ -101,7 +101,9 @@ def why(model_type, classes):
 
 def own_cores(outcome, model_type):
     own = [core for core in outcome.get("cores", []) if core["owner"] == model_type]
-    return [core for core in own if "Router" not in core["class"] and "Gate" not in core["class"]]
+    # Hyper-connections mix the streams of residuals by a softmax.
+    others = ("Router", "Gate", "HyperConnection")
+    return [core for core in own if not any(other in core["class"] for other in others)]
 
 
 def compared(entry, outcome, answers):

@@ -45,10 +45,11 @@ pub mod internal {
 
 pub use cache::{AttentionCache, AttentionCacheConfig};
 pub use candle_attention_call::KvCodeFormat;
-pub use config::{KvSharing, LocalWindow, MultiHeadAttentionConfig};
+pub use config::{BlockIndexerConfig, KvSharing, LocalWindow, MultiHeadAttentionConfig};
 pub use layer::{
-    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, IndexerConfig, LayerOutput,
-    MultiHeadAttention, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory,
+    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, ChosenKeys, IndexerConfig,
+    IndexerQueries, LatentScales, LayerOutput, MultiHeadAttention, MultiHeadLatentAttention,
+    MultiHeadLatentAttentionConfig, OutputWithChoice, ProjectedMemory,
 };
 pub use mask::{AttentionMask, FullyMaskedRows, KeyLists, KeyRanges, TokenTree, ValidLens, Windows};
 pub use pages::{

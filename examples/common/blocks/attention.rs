@@ -1,18 +1,25 @@
 //! The attention of a block, of any kind, with its inputs and caches.
 
+use std::cell::RefCell;
+use std::rc::Rc;
+
 use candle_attention::{
-    AllReduce, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics, DeltaCache,
-    DeltaInput, DeltaPool, GatedDeltaNet, KvPool, KvPoolConfig, MultiHeadAttention, MultiHeadLatentAttention,
-    PageTable, PagedTokens, RopeConfig, RotaryEmbedding, StatisticsOptions,
+    AllReduce, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics, ChosenKeys,
+    DeltaCache, DeltaInput, DeltaPool, GatedDeltaNet, KvPool, KvPoolConfig, MultiHeadAttention,
+    MultiHeadLatentAttention, OutputWithChoice, PageTable, PagedTokens, RopeConfig, RotaryEmbedding, StatisticsOptions,
 };
 use candle_core::{Device, Result, Tensor, bail};
 
 #[allow(clippy::large_enum_variant, reason = "a model has one for each block")]
 pub enum Attention {
     MultiHead(MultiHeadAttention),
-    Latent(MultiHeadLatentAttention),
+    /// Latent attention, and the keys that layers share, if some layers attend to the keys that others chose.
+    Latent(MultiHeadLatentAttention, Option<LastChoice>),
     Linear(GatedDeltaNet),
 }
+
+/// The keys that the last layer with an indexer chose in a call, which the layers of a model share.
+pub type LastChoice = Rc<RefCell<ChosenKeys>>;
 
 /// The cache of a block's attention.
 pub enum Cache {
@@ -140,7 +147,7 @@ impl Attention {
         tables.push(table.clone());
         Ok(match self {
             Self::MultiHead(attention) => Self::MultiHead(attention.with_rotary(table)?),
-            Self::Latent(attention) => Self::Latent(attention.with_rotary(table)?),
+            Self::Latent(attention, choice) => Self::Latent(attention.with_rotary(table)?, choice),
             Self::Linear(_) => self,
         })
     }
@@ -149,10 +156,10 @@ impl Attention {
     pub fn rope(&self) -> Option<(&RopeConfig, usize)> {
         match self {
             Self::MultiHead(attention) => attention.config().rope().map(|rope| (rope, attention.config().head_dim())),
-            Self::Latent(attention) if attention.config().rotates() => {
+            Self::Latent(attention, _) if attention.config().rotates() => {
                 Some((attention.config().rope(), attention.config().rope_head_dim()))
             }
-            Self::Latent(_) | Self::Linear(_) => None,
+            Self::Latent(..) | Self::Linear(_) => None,
         }
     }
 
@@ -164,7 +171,7 @@ impl Attention {
     pub fn cache(&self, config: impl Fn(AttentionCacheConfig) -> AttentionCacheConfig) -> Result<Cache> {
         let own = match self {
             Self::MultiHead(attention) => AttentionCacheConfig::for_layer(attention.config()),
-            Self::Latent(_) => AttentionCacheConfig::new(),
+            Self::Latent(..) => AttentionCacheConfig::new(),
             Self::Linear(_) => return Ok(Cache::Linear(DeltaCache::default())),
         };
         AttentionCache::new(&config(own)).map(Cache::Softmax)
@@ -185,9 +192,16 @@ impl Attention {
     ) -> Result<Pool> {
         let own = match self {
             Self::Linear(net) => return DeltaPool::new(net, table).map(Pool::Linear),
-            Self::Latent(attention) => KvPoolConfig::for_latent_layer(attention.config(), table),
+            Self::Latent(attention, _) if attention.config().shared_choice() => bail!(
+                "[pages] layer {layer} of the model attends to the keys that an earlier layer chose, which is not \
+                 supported with pages"
+            ),
+            Self::Latent(attention, _) => KvPoolConfig::for_latent_layer(attention.config(), table),
             Self::MultiHead(attention) => {
                 let cfg = attention.config();
+                if cfg.indexer().is_some() {
+                    bail!("[pages] layer {layer} of the model has an indexer, whose keys have no pages")
+                }
                 if cfg.content_positions().is_some() {
                     bail!(
                         "[pages] layer {layer} of the model has content-based relative positions, which are not \
@@ -205,7 +219,7 @@ impl Attention {
     pub fn window(&self) -> Option<usize> {
         match self {
             Self::MultiHead(attention) => attention.config().window(),
-            Self::Latent(_) => None,
+            Self::Latent(attention, _) => attention.config().window(),
             Self::Linear(_) => Some(0),
         }
     }
@@ -213,7 +227,17 @@ impl Attention {
     pub fn forward(&self, input: Input) -> Result<Tensor> {
         match (self, input) {
             (Self::MultiHead(attention), input) => attention.forward_with(input.softmax()?),
-            (Self::Latent(attention), input) => attention.forward_with(input.softmax()?),
+            (Self::Latent(attention, None), input) => attention.forward_with(input.softmax()?),
+            (Self::Latent(attention, Some(choice)), input) => {
+                let before = choice.take();
+                let mut own = input.softmax()?;
+                if attention.config().shared_choice() {
+                    own = own.with_chosen_keys(&before);
+                }
+                let OutputWithChoice { output, chosen } = attention.forward_with_choice(own)?;
+                choice.replace(chosen);
+                Ok(output)
+            }
             (Self::Linear(net), Input::Linear(input)) => net.forward_with(input),
             (Self::Linear(_), Input::Softmax(_)) => {
                 bail!("[causal_lm] a layer has linear attention, expected softmax attention in all")
@@ -229,7 +253,7 @@ impl Attention {
     ) -> Result<(Tensor, AttentionStatistics)> {
         match self {
             Self::MultiHead(attention) => attention.forward_with_statistics(input.softmax()?, wanted),
-            Self::Latent(attention) => attention.forward_with_statistics(input.softmax()?, wanted),
+            Self::Latent(attention, _) => attention.forward_with_statistics(input.softmax()?, wanted),
             Self::Linear(_) => bail!("[causal_lm] linear attention has no weights, expected softmax attention"),
         }
     }
@@ -237,7 +261,7 @@ impl Attention {
     pub fn num_heads(&self) -> usize {
         match self {
             Self::MultiHead(attention) => attention.config().num_heads(),
-            Self::Latent(attention) => attention.config().num_heads(),
+            Self::Latent(attention, _) => attention.config().num_heads(),
             Self::Linear(net) => net.config().num_value_heads(),
         }
     }

@@ -1,13 +1,14 @@
 //! A block: attention and an MLP, each with its norms and a residual.
 
 use candle_attention::{
-    RelativeBias, RotaryEmbedding, hf, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one,
+    PackedLinear, RelativeBias, RmsNorm, RotaryEmbedding, hf, layer_norm, layer_norm_no_bias, rms_norm,
+    rms_norm_plus_one,
 };
 use candle_core::{Error, Module, Result, Tensor, bail};
 use candle_nn::{Activation, VarBuilder, ops, seq};
 use serde_json::Value;
 
-use super::attention::{Attention, Input};
+use super::attention::{Attention, Input, LastChoice};
 use super::family::{Family, GATED_MLPS, MlpKind, Names, NormKind, PLAIN_MLPS, PRE_NORMS, PlainNames, size};
 use super::gguf_experts;
 use super::mlp::{Experts, MODULES, Mixture, Mlp, ROUTERS};
@@ -15,6 +16,29 @@ use super::weights::{INPUTS, OUTPUTS, OtherRanks, Weights};
 
 /// A norm of the family, with gradients.
 pub type Norm = Box<dyn Module>;
+
+/// A norm whose output passes a gate, which is an MLP of that output (A.X K2).
+struct GatedNorm {
+    norm: RmsNorm,
+    down: PackedLinear,
+    up: PackedLinear,
+}
+
+impl GatedNorm {
+    /// Loads the MLP of the gate, as published or as transformers names it.
+    fn load(norm: RmsNorm, weights: &Weights) -> Result<Self> {
+        let linear = |names: &[&str]| weights.pp(weights.named(names)?).plain_linear();
+        Ok(Self { norm, down: linear(&["W_down", "mlp.fc1"])?, up: linear(&["W_up", "mlp.fc2"])? })
+    }
+}
+
+impl Module for GatedNorm {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let normed = self.norm.forward(xs)?;
+        let gate = self.up.forward(&self.down.forward(&normed)?.silu()?)?;
+        normed * ops::sigmoid(&gate)?
+    }
+}
 
 /// Applies a norm, if there is one.
 pub fn optional(norm: &Option<Norm>, xs: &Tensor) -> Result<Tensor> {
@@ -37,12 +61,16 @@ pub struct Loader<'a> {
     bias: Option<RelativeBias>,
     /// The rotary tables that layers share.
     tables: Vec<RotaryEmbedding>,
+    /// The keys that the last layer with an indexer chose, if some layers attend to the keys that others chose.
+    choice: Option<LastChoice>,
 }
 
 impl<'a> Loader<'a> {
     /// Makes a loader; `model` is the name in its errors.
     pub fn new(model: &'static str, family: Family, json: &'a Value, weights: Weights<'a>, width: usize) -> Self {
-        Self { model, family, json, weights, width, bias: None, tables: Vec::new() }
+        let mut configs = (0..).map_while(|layer| hf::latent_attention_config(json, layer).ok());
+        let choice = configs.any(|config| config.shared_choice()).then(LastChoice::default);
+        Self { model, family, json, weights, width, bias: None, tables: Vec::new(), choice }
     }
 
     /// Loads the first norm found in `names`.
@@ -68,6 +96,10 @@ impl<'a> Loader<'a> {
             _ if vb.contains_tensor("lambda1") => {
                 let scale = vb.get(width, "lambda1")?;
                 Box::new(move |xs: &Tensor| xs.broadcast_mul(&scale))
+            }
+            NormKind::Rms(default) if name.ends_with(".norm") => {
+                let norm = rms_norm(width, eps(default), vb)?;
+                Box::new(GatedNorm::load(norm, &weights.pp(name.trim_end_matches(".norm")))?)
             }
             NormKind::Rms(default) => Box::new(rms_norm(width, eps(default), vb)?),
             NormKind::RmsPlusOne(default) => Box::new(rms_norm_plus_one(width, eps(default), vb)?),
@@ -124,10 +156,12 @@ impl<'a> Loader<'a> {
         let is_latent = size(json, "kv_lora_rank").is_some();
         Ok(match shard {
             Some(own) if is_linear => Attention::Linear(hf::load_linear_attention_shard(json, layer, own, &root)?),
-            Some(own) if is_latent => Attention::Latent(hf::load_latent_attention_shard(json, layer, own, &root)?),
+            Some(own) if is_latent => {
+                Attention::Latent(hf::load_latent_attention_shard(json, layer, own, &root)?, self.choice.clone())
+            }
             Some(own) => Attention::MultiHead(hf::load_attention_shard(json, layer, own, &root)?),
             None if is_linear => Attention::Linear(hf::load_linear_attention(json, layer, root)?),
-            None if is_latent => Attention::Latent(hf::load_latent_attention(json, layer, root)?),
+            None if is_latent => Attention::Latent(hf::load_latent_attention(json, layer, root)?, self.choice.clone()),
             None => Attention::MultiHead(hf::load_attention(json, layer, root)?),
         })
     }
@@ -155,8 +189,12 @@ impl<'a> Loader<'a> {
                 let experts = Experts::read(mixture, self.json, &mixed, self.activation()?)?;
                 return Ok(Box::new(move |xs, residual| experts.forward(xs, residual)));
             }
-            MlpKind::Experts(Mixture { gates_others: true, .. }) | MlpKind::Gated => {
-                at.below(MODULES, &GATED_MLPS.map(|names| names.down)).gated_mlp(self.activation()?)?
+            kind @ (MlpKind::Experts(Mixture { gates_others: true, .. }) | MlpKind::Gated) => {
+                let clamp = match kind {
+                    MlpKind::Experts(mixture) => mixture.clamp(self.json),
+                    _ => None,
+                };
+                at.below(MODULES, &GATED_MLPS.map(|names| names.down)).gated_mlp(self.activation()?, clamp)?
             }
             MlpKind::Experts(_) | MlpKind::Plain | MlpKind::Conv1d => {
                 let is_there = |names: &PlainNames| at.first(&[names.up, names.down]).is_some();

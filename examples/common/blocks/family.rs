@@ -120,10 +120,11 @@ pub const PLAIN_MLPS: [PlainNames; 9] = [
     PlainNames { up: "ffn_up", down: "ffn_down" },
 ];
 
-/// The second names are in OLMo Hybrid's checkpoints.
+/// The second names are in OLMo Hybrid's checkpoints, the third in Mistral Large 4's, the last in A.X K2's, whose norms
+/// have a gate.
 pub const PRE_NORMS: Norms = Norms::before(
-    &["input_layernorm", "attention_layer_norm"],
-    &["post_attention_layernorm", "feedforward_layer_norm"],
+    &["input_layernorm", "attention_layer_norm", "attention_norm", "input_layernorm.norm"],
+    &["post_attention_layernorm", "feedforward_layer_norm", "ffn_norm", "post_attention_layernorm.norm"],
 );
 const POST_NORMS: Norms = Norms::after(PRE_NORMS.before_mlp, &["post_feedforward_layernorm"]);
 /// The norm of a block whose attention and MLP share one.
@@ -165,11 +166,13 @@ const BLOOM: Family = Family { activation: "gelu_pytorch_tanh", ..GPT_NEOX };
 /// Falcon with two norms, of attention and of the MLP.
 const FALCON_NORMS: Norms = Norms::before(&["ln_attn"], &["ln_mlp"]);
 
-const MIXTRAL: Mixture = Mixture { normalizes: true, scale: 1.0, gates_others: true };
+const MIXTRAL: Mixture =
+    Mixture { normalizes: true, scale: 1.0, gates_others: true, has_groups: true, is_clamped: false };
 const DEEPSEEK_V2: Mixture = Mixture { normalizes: false, ..MIXTRAL };
 /// The experts of Nomic v2.
 pub const NOMIC: Mixture = Mixture { gates_others: false, ..DEEPSEEK_V2 };
 const DEEPSEEK_V3: Mixture = Mixture { scale: 2.5, ..MIXTRAL };
+const MINIMAX_M3: Mixture = Mixture { scale: 2.0, has_groups: false, is_clamped: true, ..MIXTRAL };
 
 impl Family {
     /// Returns the family of a `config.json`.
@@ -179,7 +182,11 @@ impl Family {
             "llama" | "mistral" | "qwen2" | "qwen3" | "granite" | "smollm3" => LLAMA,
             "mixtral" | "gpt_oss" => Self { mlp: Experts(MIXTRAL), norm: Rms(1e-5), ..LLAMA },
             "deepseek_v2" => Self { mlp: Experts(DEEPSEEK_V2), ..LLAMA },
-            "deepseek_v3" | "deepseek_v32" | "glm_moe_dsa" | "kimi_k2" => Self { mlp: Experts(DEEPSEEK_V3), ..LLAMA },
+            "axk2" | "deepseek_v3" | "deepseek_v32" | "glm_moe_dsa" | "kimi_k2" => {
+                Self { mlp: Experts(DEEPSEEK_V3), ..LLAMA }
+            }
+            "minimax_m3_vl_text" => Self { mlp: Experts(MINIMAX_M3), norm: RmsPlusOne(1e-6), ..LLAMA },
+            "dots3_note_text" | "mistral_large4_text" => Self { mlp: Experts(MIXTRAL), norm: Rms(1e-5), ..LLAMA },
             "phi3" => Self { norm: Rms(1e-5), ..LLAMA },
             "glm" => Self { norm: Rms(1.5625e-7), ..LLAMA },
             "glm4" => {
@@ -240,13 +247,21 @@ impl Family {
                 let norms = Norms::before(&["self_attn_layer_norm"], &["final_layer_norm"]);
                 Self { norms, activation: "relu", ..GPT_NEOX }
             }
+            name @ ("deepseek_v4" | "glm5_next_text" | "hy_v4") => bail!(
+                "[causal_lm] model_type is {name:?}, whose residuals are several streams (hyper-connections), which is \
+                 not supported"
+            ),
+            name @ "qwen4_exp_text" => bail!(
+                "[causal_lm] model_type is {name:?}, whose residuals have gates and which embeds n-grams, which is not \
+                 supported"
+            ),
             "" => bail!("[causal_lm] config.json names no model_type"),
             other => bail!(
-                "[causal_lm] model_type is {other:?}, expected one of bloom, cohere, cohere2, deepseek_v2, \
-                 deepseek_v3, deepseek_v32, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, glm_moe_dsa, gpt2, \
-                 gpt_bigcode, gpt_neox, gpt_oss, gptj, granite, kimi_k2, kimi_linear, llama, mistral, mixtral, mpt, \
-                 olmo2, olmo_hybrid, opt, phi, phi3, qwen2, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_next, \
-                 smollm3, stablelm, starcoder2"
+                "[causal_lm] model_type is {other:?}, expected one of axk2, bloom, cohere, cohere2, deepseek_v2, \
+                 deepseek_v3, deepseek_v32, dots3_note_text, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, \
+                 glm_moe_dsa, gpt2, gpt_bigcode, gpt_neox, gpt_oss, gptj, granite, kimi_k2, kimi_linear, llama, \
+                 minimax_m3_vl_text, mistral, mistral_large4_text, mixtral, mpt, olmo2, olmo_hybrid, opt, phi, phi3, \
+                 qwen2, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_next, smollm3, stablelm, starcoder2"
             ),
         })
     }

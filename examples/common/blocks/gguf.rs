@@ -53,7 +53,10 @@ impl Gguf {
                 Attention::MultiHead(gguf::load_attention_shard(content, &mut reader, layer, shard, device)?)
             }
             None if is_linear => Attention::Linear(gguf::load_linear_attention(content, &mut reader, layer, device)?),
-            None if is_latent => Attention::Latent(gguf::load_latent_attention(content, &mut reader, layer, device)?),
+            None if is_latent => {
+                let latent = gguf::load_latent_attention(content, &mut reader, layer, device)?;
+                Attention::Latent(latent, None)
+            }
             None => Attention::MultiHead(gguf::load_attention(content, &mut reader, layer, device)?),
         })
     }

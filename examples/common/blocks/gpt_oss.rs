@@ -27,10 +27,27 @@ pub fn experts(json: &Value, all: &Weights, count: usize) -> Result<Vec<Mlp>> {
 
 /// Makes an expert of its projections.
 pub fn expert(json: &Value, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> Mlp {
-    let number = |key: &str, default| json[key].as_f64().unwrap_or(default);
-    let alpha = number("swiglu_alpha", 1.702);
-    let limit = number("swiglu_limit", 7.0);
-    Mlp::new(ClampedGlu { gate, up, alpha, limit }, down)
+    Clamp::of(json).mlp(gate, up, down)
+}
+
+/// The numbers of a clamped gate.
+#[derive(Clone, Copy)]
+pub struct Clamp {
+    alpha: f64,
+    limit: f64,
+}
+
+impl Clamp {
+    /// Reads the numbers from a `config.json`.
+    pub fn of(json: &Value) -> Self {
+        let number = |key: &str, default| json[key].as_f64().unwrap_or(default);
+        Self { alpha: number("swiglu_alpha", 1.702), limit: number("swiglu_limit", 7.0) }
+    }
+
+    /// Makes an MLP of its projections.
+    pub fn mlp(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> Mlp {
+        Mlp::new(ClampedGlu { gate, up, clamp: self }, down)
+    }
 }
 
 /// The weight (out, in) and the bias (out,) of one expert.
@@ -52,15 +69,15 @@ impl Expert {
 struct ClampedGlu {
     gate: PackedLinear,
     up: PackedLinear,
-    alpha: f64,
-    limit: f64,
+    clamp: Clamp,
 }
 
 impl Module for ClampedGlu {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let gate = self.gate.forward(xs)?.minimum(self.limit)?;
-        let up = self.up.forward(xs)?.clamp(-self.limit, self.limit)?;
-        let sigmoid = ops::sigmoid(&(&gate * self.alpha)?)?;
+        let Clamp { alpha, limit } = self.clamp;
+        let gate = self.gate.forward(xs)?.minimum(limit)?;
+        let up = self.up.forward(xs)?.clamp(-limit, limit)?;
+        let sigmoid = ops::sigmoid(&(&gate * alpha)?)?;
         (gate * sigmoid)? * (up + 1.0)?
     }
 }

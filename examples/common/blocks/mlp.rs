@@ -7,7 +7,7 @@ use candle_nn::{Activation, ops, seq};
 use serde_json::Value;
 
 use super::family::{required, size};
-use super::gpt_oss;
+use super::gpt_oss::{self, Clamp};
 use super::nomic;
 use super::weights::{INPUTS, OUTPUTS, Sharding, Weights};
 
@@ -49,8 +49,10 @@ impl Mlp {
 }
 
 /// The modules that have router and experts, below a block. A block without a router has a single MLP there.
-pub const MODULES: &[&str] = &["mlp", "block_sparse_moe"];
+pub const MODULES: &[&str] = &["mlp", "block_sparse_moe", "feed_forward"];
 pub const ROUTERS: &[&str] = &["router", "gate", "router.layer"];
+/// The term that is added to the scores of experts to compare them.
+const CORRECTION: &str = "e_score_correction_bias";
 /// The names of the expert that every token has, whose weight is 1 unless there is a gate.
 const SHARED: [&str; 2] = ["shared_expert", "shared_experts"];
 
@@ -63,6 +65,17 @@ pub struct Mixture {
     pub scale: f64,
     /// Whether the MLP of a layer without experts has a gate.
     pub gates_others: bool,
+    /// Whether experts whose scores have a correction are in groups.
+    pub has_groups: bool,
+    /// Whether the gates of experts and MLPs are clamped.
+    pub is_clamped: bool,
+}
+
+impl Mixture {
+    /// Returns the bounds of gates, if they are clamped.
+    pub fn clamp(&self, json: &Value) -> Option<Clamp> {
+        self.is_clamped.then(|| Clamp::of(json))
+    }
 }
 
 /// A mixture of experts.
@@ -103,7 +116,8 @@ struct Groups {
 impl Experts {
     /// Loads the experts of a layer from weights at the module's prefix, one for each score of the router.
     pub fn read(mixture: &Mixture, json: &Value, weights: &Weights, activation: Activation) -> Result<Self> {
-        let router = Router::read(mixture, json, &weights.pp(weights.named(ROUTERS)?))?;
+        let router = Router::read(mixture, json, weights)?;
+        let clamp = mixture.clamp(json);
         let all = weights.pp("experts");
         let count = router.linear.out_dim();
         if let Some(other) = size(json, "num_experts").filter(|&other| other != count) {
@@ -114,14 +128,14 @@ impl Experts {
         } else if all.contains_tensor("gate_up_proj_bias") {
             gpt_oss::experts(json, &all, count)?
         } else if all.contains_tensor("gate_up_proj") {
-            stacked_experts(&all, count, activation)?
+            stacked_experts(&all, count, activation, clamp)?
         } else {
-            let expert = |expert| all.pp(expert).gated_mlp(activation);
+            let expert = |expert| all.pp(expert).gated_mlp(activation, clamp);
             (0..count).map(expert).collect::<Result<_>>()?
         };
         let mut shared = None;
         if let Some(at) = SHARED.map(|name| weights.pp(name)).into_iter().find(|at| at.gated_names().is_some()) {
-            shared = Some(at.gated_mlp(activation)?);
+            shared = Some(at.gated_mlp(activation, clamp)?);
         }
         let mut shared_gate = None;
         if let Some(name) = weights.first(&["shared_expert_gate"]) {
@@ -171,11 +185,13 @@ impl Experts {
 }
 
 impl Router {
-    fn read(mixture: &Mixture, json: &Value, weights: &Weights) -> Result<Self> {
+    /// Loads the router of the experts at `module`. Its correction is next to its weight, or next to the router.
+    fn read(mixture: &Mixture, json: &Value, module: &Weights) -> Result<Self> {
+        let weights = module.pp(module.named(ROUTERS)?);
         let linear = weights.plain_linear()?;
         let mut correction = None;
-        if weights.contains_tensor("e_score_correction_bias") {
-            let bias = weights.get_unchecked_dtype("e_score_correction_bias", DType::F32)?;
+        if let Some(at) = [&weights, module].into_iter().find(|at| at.contains_tensor(CORRECTION)) {
+            let bias = at.get_unchecked_dtype(CORRECTION, DType::F32)?;
             correction = Some(bias.reshape(linear.out_dim())?.to_vec1()?);
         }
         Self::new(mixture, json, linear, correction)
@@ -189,7 +205,11 @@ impl Router {
         }
         let experts = linear.out_dim();
         let groups = match json["topk_method"].as_str().unwrap_or("greedy") {
-            _ if correction.is_some() => Some(Groups::read(json, experts, 2)?),
+            _ if correction.is_some() => {
+                // A.X K2 writes null for experts without groups.
+                let has_groups = mixture.has_groups && !json.get("n_group").is_some_and(Value::is_null);
+                if has_groups { Some(Groups::read(json, experts, 2)?) } else { None }
+            }
             "greedy" => None,
             "group_limited_greedy" => Some(Groups::read(json, experts, 1)?),
             other => bail!("[causal_lm] topk_method is {other:?}, expected \"greedy\" or \"group_limited_greedy\""),
@@ -245,8 +265,8 @@ impl Groups {
     }
 }
 
-/// Loads experts of Qwen whose weights are one tensor (experts, out, in), the rows of gate before the rows of up.
-fn stacked_experts(all: &Weights, count: usize, activation: Activation) -> Result<Vec<Mlp>> {
+/// Loads experts whose weights are one tensor (experts, out, in), the rows of gate before the rows of up.
+fn stacked_experts(all: &Weights, count: usize, activation: Activation, clamp: Option<Clamp>) -> Result<Vec<Mlp>> {
     let stacked = |name, of: Sharding| all.sharded(name, Sharding { dim: 1 + of.dim, ..of });
     let gates = stacked("gate_up_proj", OUTPUTS.half(0))?;
     let ups = stacked("gate_up_proj", OUTPUTS.half(1))?;
@@ -254,7 +274,11 @@ fn stacked_experts(all: &Weights, count: usize, activation: Activation) -> Resul
     let mut experts = Vec::with_capacity(count);
     for i in 0..count {
         let linear = |weights: &Tensor| PackedLinear::new(&weights.i(i)?, None);
-        experts.push(Mlp::gated(linear(&gates)?, linear(&ups)?, linear(&downs)?, activation)?);
+        let (gate, up, down) = (linear(&gates)?, linear(&ups)?, linear(&downs)?);
+        experts.push(match clamp {
+            Some(clamp) => clamp.mlp(gate, up, down),
+            None => Mlp::gated(gate, up, down, activation)?,
+        });
     }
     Ok(experts)
 }

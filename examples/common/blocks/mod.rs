@@ -89,7 +89,7 @@ impl Blocks {
     pub fn attention(&self, layer: usize) -> Option<&MultiHeadAttention> {
         match self.attentions().nth(layer)? {
             Attention::MultiHead(attention) => Some(attention),
-            Attention::Latent(_) | Attention::Linear(_) => None,
+            Attention::Latent(..) | Attention::Linear(_) => None,
         }
     }
 

@@ -11,6 +11,7 @@ use candle_nn::{Activation, Embedding, VarBuilder};
 
 use super::family::{GATED_MLPS, GatedNames};
 use super::gguf::Gguf;
+use super::gpt_oss::Clamp;
 use super::mlp::Mlp;
 
 /// The ranks that compute a model together.
@@ -204,8 +205,8 @@ impl<'a> Weights<'a> {
         GATED_MLPS.into_iter().find(|names| self.first(&[names.down]).is_some())
     }
 
-    /// Loads an MLP with a gate. Gate and up may be halves of one weight.
-    pub fn gated_mlp(&self, activation: Activation) -> Result<Mlp> {
+    /// Loads an MLP with a gate, which may be clamped. Gate and up may be halves of one weight.
+    pub fn gated_mlp(&self, activation: Activation, clamp: Option<Clamp>) -> Result<Mlp> {
         let names = self.gated_names().unwrap_or(GATED_MLPS[0]);
         let joint = if self.gguf.is_some() || names.gate == names.up { names.up } else { "gate_up_proj" };
         // GTE's published checkpoints have the gate after up.
@@ -222,6 +223,9 @@ impl<'a> Weights<'a> {
             (self.pp(names.gate).linear(OUTPUTS)?, self.pp(names.up).linear(OUTPUTS)?)
         };
         let down = self.pp(names.down).linear(INPUTS)?;
+        if let Some(clamp) = clamp {
+            return Ok(clamp.mlp(gate, up, down));
+        }
         let gate_activation = if activation == Activation::Swiglu { Activation::Silu } else { activation };
         Mlp::gated(gate, up, down, gate_activation)
     }

@@ -12,9 +12,13 @@ use serde_json::{Map, Value};
 use super::columns::Number;
 use super::families::{Family, Sizes, families};
 use super::fields::Fields;
+use super::layer_kinds;
 use super::linear;
 use super::names::{DECODER_LAYERS, HIDDEN};
 use super::refused;
+
+/// The beginning of the names of fields that are for layers with a window.
+const WINDOWED_FIELDS: &str = "swa_";
 
 /// A model or its decoder: a config and a row of the table.
 #[derive(Clone, Copy)]
@@ -143,8 +147,23 @@ impl<'a> Entry<'a> {
         };
         self.refuse_others(fields)?;
         let embed_dim = self.embed_dim(fields)?;
+        let window = self.family.window.of(fields)?;
+        if let (Some(windowed), Some(_)) = (latent.windowed, window) {
+            let fields = &fields.clone().preferring(WINDOWED_FIELDS);
+            let num_heads = fields.get_or(self.family.size_names.num_heads, windowed.num_heads)?;
+            let width = windowed.latent.rotary_width(fields)?;
+            let own = self.family.windowed_rope.unwrap_or(*rope).of_kind(fields, "sliding_attention", width)?;
+            let cfg = windowed.latent.config(fields, embed_dim, num_heads, own)?.with_window(window);
+            cfg.validate()?;
+            return Ok(cfg);
+        }
         let num_heads = self.num_heads(fields)?;
-        let cfg = latent.config(fields, embed_dim, num_heads, rope)?;
+        let width = latent.rotary_width(fields)?;
+        let own = match self.family.windowed_rope {
+            Some(_) => rope.of_kind(fields, layer_kinds::dots3(fields)?, width)?,
+            None => rope.config(fields, width)?,
+        };
+        let cfg = latent.config(fields, embed_dim, num_heads, own)?.with_window(window);
         cfg.validate()?;
         Ok(cfg)
     }

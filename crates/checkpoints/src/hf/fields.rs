@@ -26,6 +26,8 @@ pub(super) struct Fields<'a> {
     /// The fields of this layer alone, which override the others.
     overrides: Option<&'a Map<String, Value>>,
     aliases: Vec<(&'static str, &'static str)>,
+    /// The beginning of the names of fields that are for layers of one kind.
+    preferred: Option<&'static str>,
 }
 
 impl<'a> Fields<'a> {
@@ -34,7 +36,21 @@ impl<'a> Fields<'a> {
         object: &'a Map<String, Value>,
         aliases: Vec<(&'static str, &'static str)>,
     ) -> Self {
-        Self { model, layer: 0, num_layers: 0, within: String::new(), object, overrides: None, aliases }
+        Self {
+            model,
+            layer: 0,
+            num_layers: 0,
+            within: String::new(),
+            object,
+            overrides: None,
+            aliases,
+            preferred: None,
+        }
+    }
+
+    /// Reads fields whose names begin with `prefix` in place of those without it, where there are such.
+    pub(super) fn preferring(self, prefix: &'static str) -> Self {
+        Self { preferred: Some(prefix), ..self }
     }
 
     /// Returns the object in a field; `None` where it is absent, null or empty.
@@ -87,6 +103,11 @@ impl<'a> Fields<'a> {
         let mut names = aliases.chain([name]);
         if let Some(overrides) = self.overrides
             && let Some(value) = names.clone().find_map(|spelling| overrides.get(spelling))
+        {
+            return Some(value);
+        }
+        if let Some(prefix) = self.preferred
+            && let Some(value) = self.object.get(&format!("{prefix}{name}"))
         {
             return Some(value);
         }

@@ -15,6 +15,38 @@ pub(super) fn alternates_rotary(fields: &Fields) -> Result<bool> {
     }
 }
 
+/// Returns the kind of a Dots 3 layer, by its name in new configurations: "indexed_attention", "full_attention" or
+/// "sliding_attention". Published ones call the first "full_attention" too.
+pub(super) fn dots3<'a>(fields: &Fields<'a>) -> Result<&'a str> {
+    const INDEXED: &str = "indexed_attention";
+    const FULL: &str = "full_attention";
+    let has_indexer = match fields.get("use_dsa") {
+        Some(_) => Some(fields.flag("use_dsa", true)?),
+        None if fields.has("per_layer_config") => None,
+        None => Some(true),
+    };
+    let is_windowed = fields.flag("use_sliding_window", true)? && fields.layer >= 2 && fields.layer % 4 != 1;
+    let kind = match fields.of_layer("layer_types")? {
+        Some(kind) => kind.as_str().unwrap_or_default(),
+        None if is_windowed => "sliding_attention",
+        None => INDEXED,
+    };
+    match (kind, has_indexer) {
+        (FULL, Some(true)) => Ok(INDEXED),
+        (INDEXED, Some(false)) => Ok(FULL),
+        (INDEXED | FULL | "sliding_attention", _) => Ok(kind),
+        _ => fields.fail(format!(
+            "layer_types has {kind:?} for layer {}, expected \"indexed_attention\" or \"sliding_attention\"",
+            fields.layer
+        )),
+    }
+}
+
+/// Returns whether a Dots 3 layer has an indexer.
+pub(super) fn dots3_has_indexer(fields: &Fields) -> Result<bool> {
+    Ok(dots3(fields)? == "indexed_attention")
+}
+
 /// Returns whether a layer is the last of the model, or a multiple of four layers before it.
 pub(super) fn is_fourth_from_last(fields: &Fields) -> bool {
     (fields.num_layers - 1).abs_diff(fields.layer).is_multiple_of(4)

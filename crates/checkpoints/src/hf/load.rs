@@ -88,7 +88,17 @@ impl Entry<'_> {
     ) -> Result<MultiHeadLatentAttention> {
         let cfg = self.latent_attention(layer)?;
         self.refuse_quantized(vb)?;
-        load_module(self.modules(), &self.numbers(layer)?, vb, |_, module| load(&cfg, module))
+        let attention = load_module(self.modules(), &self.numbers(layer)?, vb, |_, module| load(&cfg, module))?;
+        if !cfg.rotates() || !self.family.latent.is_some_and(|latent| latent.learned_frequencies) {
+            return Ok(attention);
+        }
+        // All layers share the factors, which a model that was not trained with them does not have.
+        let prefixes = self.modules().flat_map(|names| names.prefixes);
+        let mut names = prefixes.flat_map(|prefix| ["rotary_emb", "lerope"].map(|at| format!("{prefix}{at}.alpha")));
+        match names.find(|name| has(vb, name)) {
+            Some(name) => attention.with_frequency_factors(&vb.get(cfg.rope_head_dim() / 2, &name)?.exp()?.detach()),
+            None => Ok(attention),
+        }
     }
 
     /// Loads a layer of linear attention with `load`.

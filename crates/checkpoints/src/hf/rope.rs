@@ -9,7 +9,7 @@ use candle_attention_core::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, R
 use candle_attention_modules::warn_once;
 
 /// The kinds of layers that may have different parameters.
-const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
+const KINDS: [&str; 3] = ["full_attention", "sliding_attention", "indexed_attention"];
 const PARTIAL: &str = "partial_rotary_factor";
 const ORIGINAL: &str = "original_max_position_embeddings";
 
@@ -32,6 +32,8 @@ columns! {
     shares_scaling: bool = false,
     /// Whether tokens are rotated by the opposite angles.
     reversed: bool = false,
+    /// Whether the width of heads is that of the part that rotates, so that `partial_rotary_factor` is of no use.
+    rotates_whole: bool = false,
     /// The change of the base that does not depend on the length of a call.
     ntk: Ntk = Ntk::None,
     [None unless set]
@@ -114,7 +116,7 @@ impl Rope {
 
     /// Returns the rotary positions of layers of a kind, in a family with parameters for each kind.
     pub(super) fn of_kind(&self, fields: &Fields, kind: &str, head_dim: usize) -> Result<RopeConfig> {
-        let is_scaled = kind == KINDS[0] || self.shares_scaling;
+        let is_scaled = kind != "sliding_attention" || self.shares_scaling;
         let parameters = match (fields.object("rope_scaling")?, fields.object("rope_parameters")?) {
             (Some(_), Some(_)) => return fields.fail("rope_scaling and rope_parameters are both given, expected one"),
             (_, Some(kinds)) if KINDS.iter().any(|known| kinds.has(known)) => kinds.object(kind)?,
@@ -149,6 +151,7 @@ impl Rope {
         };
         let Number(name, default) = self.part.unwrap_or(Number(PARTIAL, 1.0));
         let part = match number(PARTIAL)? {
+            _ if self.rotates_whole => 1.0,
             Some(part) => part,
             None => fields.optional(name)?.unwrap_or(default),
         };

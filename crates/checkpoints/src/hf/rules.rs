@@ -1,8 +1,8 @@
 //! Rules of single families, for what no column of the table describes.
 
 use candle_attention_core::{
-    AlibiConfig, AttentionTemperature, KvSharing, MultiHeadAttentionConfig as Config, RopeAxes, RopeAxisLayout,
-    RopeConfig, RopeScaling, RopeStyle,
+    AlibiConfig, AttentionTemperature, BlockIndexerConfig, KvSharing, MultiHeadAttentionConfig as Config, RopeAxes,
+    RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle,
 };
 use candle_attention_modules::gate::{GateActivation, GateLayout, GateScope, OutputGate};
 use candle_attention_modules::norm::{OutputNorm, QkNorm, QkNormKind, QkNormScope};
@@ -183,6 +183,42 @@ pub(super) fn minimax_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
         }
         _ => cfg,
     })
+}
+
+/// Reads the indexer of a MiniMax M3 layer: by `layer_types`, or by `sparse_attention_config` as published, whose sizes
+/// have other names.
+pub(super) fn minimax_indexer(fields: &Fields, cfg: Config) -> Result<Config> {
+    let published = fields.section("sparse_attention_config")?;
+    let is_sparse = match fields.of_layer("layer_types")? {
+        Some(kind) if kind == "minimax_m3_sparse" => true,
+        Some(kind) if kind == "full_attention" => false,
+        Some(kind) => {
+            return fields.fail(format!(
+                "layer_types has {kind} for layer {}, expected \"minimax_m3_sparse\" or \"full_attention\"",
+                fields.layer
+            ));
+        }
+        None => published.of_layer("sparse_attention_freq")?.is_some_and(|flag| *flag == 1 || *flag == true),
+    };
+    if !is_sparse {
+        return Ok(cfg);
+    }
+    let size = |published_name: &str, name: &str, default: usize| -> Result<usize> {
+        if published.has(published_name) { published.required(published_name) } else { fields.get_or(name, default) }
+    };
+    let Some(norm) = cfg.qk_norm() else { return Ok(cfg) };
+    let local_blocks = match published.has("sparse_local_block") {
+        true => published.count("sparse_local_block", 1)?,
+        false => fields.count("index_local_blocks", 1)?,
+    };
+    Ok(cfg.with_indexer(BlockIndexerConfig {
+        num_heads: size("sparse_num_index_heads", "index_n_heads", 4)?,
+        head_dim: size("sparse_index_dim", "index_head_dim", 128)?,
+        block: size("sparse_block_size", "index_block_size", 128)?,
+        top_blocks: size("sparse_topk_blocks", "index_topk_blocks", 16)?,
+        local_blocks,
+        norm,
+    }))
 }
 
 /// Rotates a third of each head by each of three axes; pairs that are left over are not rotated.

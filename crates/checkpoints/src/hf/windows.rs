@@ -5,7 +5,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::fields::Fields;
-use super::layer_kinds::{alternates_rotary, is_fourth_from_last};
+use super::layer_kinds::{self, alternates_rotary, is_fourth_from_last};
 
 const SIZE: &str = "sliding_window";
 
@@ -101,6 +101,17 @@ fn from(fields: &Fields, first: usize) -> Result<Option<usize>> {
         return fields.fail(format!("layer {} has sliding_attention, but use_sliding_window is false", fields.layer));
     }
     Ok(window)
+}
+
+/// Returns the window of a Dots 3 layer. Published configurations have another name for its size.
+pub(super) fn dots3(fields: &Fields) -> Result<Option<usize>> {
+    if layer_kinds::dots3(fields)? != "sliding_attention" {
+        return Ok(None);
+    }
+    match fields.optional(SIZE)? {
+        Some(window) => Ok(Some(window)),
+        None => fields.get_or("sliding_window_size", 512).map(Some),
+    }
 }
 
 /// Returns the window of a Dots layer: from `max_window_layers` on.

@@ -257,7 +257,18 @@ impl From<MultiHeadAttention> for Layer {
 fn self_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Layer> {
     if hf::latent_attention_config(json, layer).is_ok() {
         let latent = hf::load_latent_attention(json, layer, vb)?;
-        let has = vec!["latent".to_string()];
+        let cfg = latent.config();
+        let mut has = vec!["latent".to_string()];
+        let mut add = |is_there: bool, part: &str| {
+            if is_there {
+                has.push(part.to_string());
+            }
+        };
+        add(cfg.window().is_some(), "window");
+        add(cfg.output_gate().is_some(), "output gate");
+        add(cfg.sinks(), "sinks");
+        add(cfg.learned_temperature(), "queries scaled by position");
+        add(cfg.indexer().is_some(), "keys chosen by an indexer");
         return Ok(Layer { forward: Forward::Softmax(Box::new(move |input| latent.forward_with(input))), has });
     }
     hf::load_attention(json, layer, vb).map(Layer::from)
@@ -326,6 +337,7 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     add(cfg.sinks(), "sinks");
     add(cfg.scale().is_some(), "scale");
     add(cfg.clip_qkv().is_some(), "clip");
+    add(cfg.indexer().is_some(), "blocks of keys chosen by an indexer");
     parts
 }
 

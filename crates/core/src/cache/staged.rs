@@ -15,8 +15,8 @@ use crate::sdpa::{Attended, Call, Plan, Qkv, SdpaOptions, attend, choose, kernel
 use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::{accumulation_dtype, floats_on, floats_text};
 
-/// Computes keys (B, H, T, D) and values (B, H, T, D_v) from the rows (B, H_kv, T, width) of a cache, in their dtype.
-type Expansion<'e> = Box<dyn Fn(&Tensor) -> Result<KvFloats> + 'e>;
+/// Computes keys (B, H, T, D) and values (B, H, T, D_v) from the stored rows of a cache, in their dtype.
+type Expansion<'e> = Box<dyn Fn(&KvFloats) -> Result<KvFloats> + 'e>;
 
 /// A choice of the keys that each query attends to, by some columns of the stored rows.
 pub(crate) struct KeyChoice<'e> {
@@ -38,7 +38,8 @@ pub(crate) struct CachedCall<'e> {
     /// Whether gradients end at the cache.
     pub(super) detached: bool,
     pub(super) is_of_earlier_layer: bool,
-    /// Computes the keys and values that are attended to from the stored ones, if these are latents.
+    /// Computes the keys and values that are attended to from the stored ones, if these are latents or have more
+    /// columns.
     pub expansion: Option<Expansion<'e>>,
     /// Chooses the keys that each query attends to.
     pub choice: Option<KeyChoice<'e>>,
@@ -274,7 +275,7 @@ impl CachedCall<'_> {
     pub(super) fn read(&self, rows: &KvBuffers) -> Result<KvFloats> {
         let floats = rows.floats(self.dtype)?;
         let Some(expand) = &self.expansion else { return Ok(floats) };
-        let KvFloats { k, v } = expand(&floats.k)?;
+        let KvFloats { k, v } = expand(&floats)?;
         if self.detached {
             return Ok(KvFloats { k: k.detach(), v: v.detach() });
         }

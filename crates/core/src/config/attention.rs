@@ -2,7 +2,7 @@
 
 use candle_core::{Result, bail};
 
-use super::{LocalWindow, MultiHeadAttentionConfig, OP};
+use super::{BlockIndexerConfig, LocalWindow, MultiHeadAttentionConfig, OP};
 use crate::position::{AlibiConfig, AttentionTemperature, ContentPositions, RelativeBiasConfig, RopeConfig};
 use crate::sdpa::SdpaOptions;
 use candle_attention_modules::base::{Synonym, number};
@@ -146,6 +146,19 @@ impl MultiHeadAttentionConfig {
     ) -> Self {
         self.attention_temperature = attention_temperature.into();
         self
+    }
+
+    /// Sets the indexer that chooses blocks of keys for each query (MiniMax M3), among the keys that the mask allows.
+    /// There is none by default.
+    #[doc(alias("block_sparse", "index_topk_blocks"))]
+    pub fn with_indexer(mut self, indexer: impl Into<Option<BlockIndexerConfig>>) -> Self {
+        self.indexer = indexer.into();
+        self
+    }
+
+    /// Returns the indexer that chooses blocks of keys, if there is one.
+    pub fn indexer(&self) -> Option<BlockIndexerConfig> {
+        self.indexer
     }
 
     /// Returns the factor on q kᵀ that was set. Without one, it is `1 / sqrt(head_dim)`.

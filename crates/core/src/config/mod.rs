@@ -1,10 +1,12 @@
 //! The config of a [`MultiHeadAttention`](crate::MultiHeadAttention): everything that belongs to the architecture.
 
 mod attention;
+mod block_indexer;
 mod projections;
 mod stored;
 mod validate;
 
+pub use block_indexer::BlockIndexerConfig;
 pub(crate) use stored::synonyms;
 
 use serde::{Deserialize, Serialize};
@@ -106,6 +108,8 @@ pub struct MultiHeadAttentionConfig {
     kv_sharing: KvSharing,
     #[serde(default)]
     dropout: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    indexer: Option<BlockIndexerConfig>,
 }
 
 /// Returns the default of [`MultiHeadAttentionConfig::out_proj`].
@@ -167,6 +171,7 @@ impl MultiHeadAttentionConfig {
             output_norm: None,
             kv_sharing: KvSharing::None,
             dropout: 0.0,
+            indexer: None,
         }
     }
 

@@ -1,8 +1,11 @@
 //! The constructors of a layer.
 
-use candle_core::Result;
+use std::sync::Arc;
+
+use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
 
+use super::indexer::{BlockIndexer, KeyIndexer};
 use super::shard::{self, LayerNorms};
 use super::{MultiHeadAttention, OP};
 use crate::config::{LocalWindow, MultiHeadAttentionConfig};
@@ -141,10 +144,20 @@ impl MultiHeadAttention {
             relative_embeddings: None,
             relative_bias: None,
             mask: layer_mask(cfg),
+            indexer: indexer(cfg, &source)?,
             adapter: None,
         };
         layer.with_parameters(parameters)
     }
+}
+
+/// Reads the indexer of a layer, if it has one.
+fn indexer(cfg: &MultiHeadAttentionConfig, source: &ParameterReader) -> Result<Option<Arc<dyn KeyIndexer>>> {
+    let Some(own) = cfg.indexer() else { return Ok(None) };
+    if source.shard.world_size() > 1 {
+        bail!("[{OP}] the layer has an indexer, which is not sharded, expected a world size of 1")
+    }
+    Ok(Some(Arc::new(BlockIndexer::load(own, cfg.embed_dim(), source)?)))
 }
 
 /// Returns the mask that a layer's config describes.

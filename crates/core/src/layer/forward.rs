@@ -157,7 +157,8 @@ impl MultiHeadAttention {
     /// Validates and projects an input, and applies the score modifiers: everything that comes before attention.
     pub(super) fn prepare<'a>(&'a self, input: &AttentionInput<'a>) -> Result<PreparedCall<'a>> {
         let checked = self.validate(input)?;
-        let ProjectedHeads { q, sink_queries, kv, gate } = self.project(&checked, input)?;
+        let ProjectedHeads { q, sink_queries, kv, gate, rotation } = self.project(&checked, input)?;
+        let indexed = self.index(&checked.queries, rotation.as_ref())?;
         let mut arguments = ScoreArguments {
             mask: self.mask_of_call(&q, &checked)?,
             options: self.options_of_call(input)?,
@@ -169,7 +170,14 @@ impl MultiHeadAttention {
             KeysFrom::Cache(cache) => {
                 let KeyValueHeads { keys, values } = kv.ok_or_else(no_keys)?;
                 self.refuse_tracked_module(input, cache, &[&keys, &values])?;
-                let mut staged = cache.stage(&checked.tokens, &keys, Some(&values), values.dim(3)?)?;
+                let rows = match &indexed {
+                    Some(indexed) => indexed.rows(&keys)?,
+                    None => keys,
+                };
+                let mut staged = cache.stage(&checked.tokens, &rows, Some(&values), values.dim(3)?)?;
+                if let Some(indexed) = indexed {
+                    indexed.choose_in(&mut staged.call, self.config.num_kv_heads(), self.config.head_dim());
+                }
                 staged.call.appended = self.appended_heads()?;
                 staged.call.attend_to_sinks_from(sink_queries);
                 self.modify_for_cache(&mut arguments, input, &checked, &staged.cache)?;
@@ -184,6 +192,9 @@ impl MultiHeadAttention {
             }
             KeysFrom::Pages | KeysFrom::EarlierPages => self.prepare_pages(&mut arguments, kv, input)?,
             KeysFrom::Own | KeysFrom::Cross { .. } | KeysFrom::Memory(_) => {
+                if let Some(indexed) = indexed {
+                    arguments.mask = indexed.choose(arguments.mask)?;
+                }
                 self.modify_for_projected_keys(&mut arguments, kv.ok_or_else(no_keys)?, input, &checked)?
             }
         };

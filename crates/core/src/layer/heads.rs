@@ -22,6 +22,8 @@ pub(super) struct ProjectedHeads {
     pub kv: Option<KeyValueHeads>,
     /// The projection of the output gate, (B, T_q, H·D_v) or (B, T_q, H).
     pub gate: Option<Tensor>,
+    /// The rotation of the queries.
+    pub rotation: Option<Rotation>,
 }
 
 /// The rotations of a call's queries and keys.
@@ -64,7 +66,7 @@ impl MultiHeadAttention {
         let q = self.query_heads(q, rotations.queries.as_ref(), all_reduce)?;
         // The output for padding is 0, and 0 · NaN of padding's gate must not reach it.
         let gate = gate.map(|gate| inputs.tokens.without_padding(gate)).transpose()?;
-        Ok(ProjectedHeads { q: self.with_temperature(q, inputs)?, sink_queries, kv, gate })
+        Ok(ProjectedHeads { q: self.with_temperature(q, inputs)?, sink_queries, kv, gate, rotation: rotations.queries })
     }
 
     /// Returns the rotations at the positions of a call, if the layer has rotary positions. Keys without positions of

@@ -5,6 +5,7 @@ mod adapter;
 mod adapter_names;
 mod additive;
 mod build;
+mod chosen_keys;
 mod forward;
 mod heads;
 mod indexer;
@@ -15,6 +16,7 @@ mod paged_batch;
 mod positions;
 mod shard;
 mod sink_tokens;
+mod temperature;
 #[cfg(test)]
 mod tests;
 mod validate;
@@ -22,10 +24,12 @@ mod warnings;
 mod whole_mask;
 
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
-pub use indexer::IndexerConfig;
+pub use indexer::{ChosenKeys, IndexerConfig, IndexerQueries, OutputWithChoice};
 pub use input::AttentionInput;
-pub use latent::{LatentProjections, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
+pub use latent::{LatentProjections, LatentScales, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
 pub use memory::ProjectedMemory;
+
+use std::sync::Arc;
 
 use candle_core::{ModuleT, Result, Tensor, bail};
 use candle_nn::Linear;
@@ -39,6 +43,7 @@ use crate::position::{
 use adapter::LoadedAdapter;
 use candle_attention_modules::base::{Dim, Expect, ParameterList, save};
 use candle_attention_modules::linear::{Projection, ProjectionModule, Projections};
+use indexer::KeyIndexer;
 use shard::{LayerNorms, NormSpans};
 use validate::ExpectedInput;
 
@@ -92,6 +97,8 @@ pub struct MultiHeadAttention {
     /// The bias that all layers of a stack share.
     relative_bias: Option<RelativeBias>,
     mask: AttentionMask,
+    /// The module that chooses the keys of each query.
+    indexer: Option<Arc<dyn KeyIndexer>>,
     adapter: Option<LoadedAdapter>,
 }
 
@@ -226,6 +233,7 @@ impl MultiHeadAttention {
             relative_embeddings: self.relative_embeddings.as_ref().map(RelativeEmbeddings::freeze).transpose()?,
             relative_bias: self.relative_bias.as_ref().map(RelativeBias::freeze).transpose()?,
             adapter: self.adapter.as_ref().map(LoadedAdapter::freeze).transpose()?,
+            indexer: self.indexer.as_ref().map(|own| own.freeze()).transpose()?,
             ..self.clone()
         };
         layer.with_parameters(self.parameters.freeze()?)
@@ -270,9 +278,12 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     /// If the layout cannot store the layer, with the reason, and if a projection is a module of the caller's or the
-    /// layer has an adapter.
+    /// layer has an adapter or an indexer.
     pub fn state_dict(&self, layout: WeightLayout) -> Result<Vec<(String, Tensor)>> {
         self.refuse_adapter()?;
+        if self.indexer.is_some() {
+            bail!("[{OP}] the layer has an indexer, which no layout stores, expected a layer without one")
+        }
         let mut tensors = state_dict(&self.config, layout, &self.projections.to_linears()?)?;
         for (name, tensor) in self.parameters.named()? {
             tensors.push((layout.parameter_name(name), tensor));

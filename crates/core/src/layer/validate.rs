@@ -156,6 +156,7 @@ impl MultiHeadAttention {
         let residual = expected.residual(input, cfg.out_dim())?;
         let (b, t_q, _) = queries.dims3()?;
         self.check_sink_tokens(input)?;
+        self.check_indexer_support(input, keys_from)?;
         let key_value = self.key_value_inputs(input, keys_from, &queries, &expected)?;
         let t_kv = match (&key_value, keys_from) {
             (Some(inputs), _) => inputs.keys.dim(1)?,

@@ -75,6 +75,11 @@ impl KeyLists {
         Ok(Self { query_block: size, ..self })
     }
 
+    /// Returns the most keys of a list.
+    pub(crate) fn most_entries(&self) -> usize {
+        self.entries.dims()[3].saturating_mul(self.key_block)
+    }
+
     /// Returns the lists of some of `h` query heads, which share key heads.
     ///
     /// # Errors

@@ -73,7 +73,7 @@ impl Positions {
     }
 
     /// Returns B, or 1 if all sequences have the same positions.
-    pub(super) fn rows(&self) -> usize {
+    pub(crate) fn rows(&self) -> usize {
         self.entries.len().checked_div(self.t).unwrap_or(1)
     }
 

@@ -3,7 +3,7 @@
 use super::{Bias, Family, Heads, Mask, NamedAttention, Number, Scale};
 use super::{DECODER, LLAMA, MODEL, MODERNBERT_ROPE, MODERNBERT_WINDOWED_ROPE, PATTERN, QKV_PROJ, WQKV};
 use super::{layer_norm, rms_per_head};
-use crate::hf::latent::{FamilyIndexer, Latent};
+use crate::hf::latent::{FamilyIndexer, IndexerLayers, Latent, LatentRotation, Windowed};
 use crate::hf::layer_kinds;
 use crate::hf::linear::Linear;
 use crate::hf::names::{ModuleNames, at};
@@ -12,7 +12,7 @@ use crate::hf::rules::{self, GATE, GATE_IN_QUERY, GATE_OF_HEADS};
 use crate::hf::windows::{self, Pattern::*, Window};
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
 use candle_attention_modules::norm::{QkNormKind, QkNormScope};
-use candle_attention_core::{RopeStyle, WeightLayout};
+use candle_attention_core::{IndexerQueries, RopeStyle, WeightLayout};
 
 /// The parameters of rotary positions that a class of transformers has by default.
 const APERTUS_ROPE: &str = r#"{"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
@@ -159,6 +159,9 @@ pub(super) const ROWS: &[Family] = &[
     DECODER.of("minimax_m2").layers(62).width(3072).query_heads(48).grouped(8, 128)
         .rope(rope(5e6, 196_608).partial(1.0))
         .qk_norm(rms_per_head(1e-6).scope(QkNormScope::Projection)).rules(&[rules::minimax_rotary]),
+    DECODER.of("minimax_m3_vl_text").layers(60).width(6144).query_heads(64).grouped(4, 128)
+        .rope(rope(5e6, 524_288).partial(1.0)).qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsPlusOne))
+        .rules(&[rules::minimax_indexer]),
     MISTRAL.of("ministral").window(Window::By(windows::ministral)),
     MISTRAL,
     MISTRAL.of("mixtral").rope(rope(1_000_000.0, 131_072)).window(Window::All(None)),
@@ -288,8 +291,6 @@ pub(super) const HYBRID: &[Family] = &[
 pub(super) const LINEAR: &[Family] = &[
     DECODER.of("bailing_hybrid").layers(42).width(2560).query_heads(32).linear(Linear::BAILING)
         .unsupported(Some("latent attention with a gate")),
-    DECODER.of("glm5_next_text").layers(45).width(4096).query_heads(64).linear(Linear::GLM5)
-        .unsupported(Some("attention to keys that an indexer chooses")),
     DECODER.of("qwen4_exp_text").layers(40).width(2048).query_heads(16).linear(Linear::QWEN4)
         .unsupported(Some("attention to keys that an indexer chooses")),
 ];
@@ -298,6 +299,11 @@ pub(super) const LINEAR: &[Family] = &[
 const NAMES: ModuleNames = ModuleNames {
     parameter: Some("kv_a_proj_with_mqa.weight"),
     ..at(MODEL, "layers.{}.self_attn", WeightLayout::Canonical)
+};
+/// The names of Mistral Large 4 as it is published.
+const MISTRAL_NAMES: ModuleNames = ModuleNames {
+    parameter: Some("wkv_a_with_mqa.weight"),
+    ..at(MODEL, "layers.{}.attention", WeightLayout::Canonical)
 };
 const DEEPSEEK_V2: Family = DECODER.of("deepseek_v2").modules([Some(NAMES), None]).latent(Latent::DEEPSEEK)
     .rope(rope(10_000.0, 2048).interleaved()).only(&[("rope_interleave", "true")]);
@@ -315,19 +321,64 @@ const MINICPM3: Latent = Latent {
     q_lora_rank: Some(768), kv_lora_rank: 256, nope_head_dim: 64, rope_head_dim: 32, value_head_dim: None,
     ..Latent::DEEPSEEK
 };
-const DEEPSEEK_V32: Latent = Latent {
-    indexer: Some(FamilyIndexer { num_heads: 64, rope_style: RopeStyle::RotateHalf }),
-    ..Latent::DEEPSEEK
-};
+const DEEPSEEK_V32: Latent = Latent { indexer: Some(FamilyIndexer::DEEPSEEK), ..Latent::DEEPSEEK };
+const GLM5_INDEXER: FamilyIndexer =
+    FamilyIndexer { num_heads: 32, rope_style: RopeStyle::Interleaved, ..FamilyIndexer::DEEPSEEK };
 const GLM5: Latent = Latent {
-    q_lora_rank: Some(2048), nope_head_dim: 192, value_head_dim: Some(256),
-    indexer: Some(FamilyIndexer { num_heads: 32, rope_style: RopeStyle::Interleaved }),
+    q_lora_rank: Some(2048), nope_head_dim: 192, value_head_dim: Some(256), indexer: Some(GLM5_INDEXER),
     ..Latent::DEEPSEEK
 };
-const KIMI_LINEAR: Latent = Latent { q_lora_rank: None, rotates: false, ..Latent::DEEPSEEK };
+/// Without rotary positions, and with scores of pools of keys.
+const GLM5_NEXT: Latent = Latent {
+    nope_head_dim: 256, rope_head_dim: 0, value_head_dim: Some(256), rotates: LatentRotation::None,
+    norm_eps: Some(1e-5), indexer: Some(FamilyIndexer { pool: Some(16), ..GLM5_INDEXER }),
+    ..Latent::DEEPSEEK
+};
+const KIMI_LINEAR: Latent = Latent { q_lora_rank: None, rotates: LatentRotation::None, ..Latent::DEEPSEEK };
+const AXK2: Latent = Latent {
+    q_lora_rank: Some(384), kv_lora_rank: 128, nope_head_dim: 64, rope_head_dim: 32, value_head_dim: Some(64),
+    gate: Some(GATE_IN_QUERY), indexer: Some(FamilyIndexer { num_heads: 16, ..FamilyIndexer::DEEPSEEK }),
+    ..Latent::DEEPSEEK
+};
+const HY_V4: Latent = Latent {
+    nope_head_dim: 192, value_head_dim: Some(256), gate: Some(GATE), sinks: true,
+    indexer: Some(FamilyIndexer {
+        num_heads: 16, rotates_last: true, norm_eps: Some(1e-5), layers: IndexerLayers::EveryFourth,
+        ..FamilyIndexer::DEEPSEEK
+    }),
+    ..Latent::DEEPSEEK
+};
+const MISTRAL_LARGE_4: Latent = Latent {
+    q_lora_rank: None, nope_head_dim: 64, rotates: LatentRotation::If(layer_kinds::alternates_rotary),
+    norm_eps: Some(1e-5), learned_temperature: true, learned_frequencies: true,
+    indexer: Some(FamilyIndexer { queries: IndexerQueries::NormalizedInput, ..GLM5_INDEXER }),
+    ..Latent::DEEPSEEK
+};
+/// The parameters of rotary positions that its class in transformers has by default.
+const MISTRAL_LARGE_4_ROPE: &str = r#"{"rope_type": "yarn", "factor": 2048, "attention_factor": 1,
+    "original_max_position_embeddings": 512}"#;
+/// Layers with a window, and the others without their indexer.
+const DOTS3_SHAPE: Latent = Latent {
+    q_lora_rank: Some(1024), norm_eps: Some(1e-5), gate: Some(GATE_OF_HEADS), scales_latents: true,
+    shared_key_norm: true, head_dim_is_rotated: false,
+    ..Latent::DEEPSEEK
+};
+const DOTS3: Latent = Latent {
+    windowed: Some(&DOTS3_WINDOWED),
+    indexer: Some(FamilyIndexer {
+        rope_style: RopeStyle::Interleaved, layers: IndexerLayers::If(layer_kinds::dots3_has_indexer),
+        ..FamilyIndexer::DEEPSEEK
+    }),
+    ..DOTS3_SHAPE
+};
+const DOTS3_WINDOWED: Windowed =
+    Windowed { num_heads: 64, latent: Latent { kv_lora_rank: 1024, nope_head_dim: 192, ..DOTS3_SHAPE } };
+const DOTS3_ROPE: Rope = rope(80_000_000.0, 524_288).interleaved().one_for_all(true).shares_scaling(true).rotates_whole(true);
 
 /// Latent attention: DeepSeek's, and the same attention in other models.
 pub(super) const LATENT: &[Family] = &[
+    DEEPSEEK_V2.of("axk2").layers(48).width(2048).query_heads(32).rope(rope(10_000.0, 131_072).interleaved())
+        .latent(AXK2).only(&[]),
     DEEPSEEK_V3.of("axk1").layers(61).width(7168).query_heads(64).rope(by_flag(32_768)),
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -337,10 +388,18 @@ pub(super) const LATENT: &[Family] = &[
         .latent(GLM5),
     DEEPSEEK_V3.of("glm4_moe_lite").layers(47).width(2048).query_heads(20).rope(by_flag(202_752))
         .latent(GLM4_LITE),
+    DEEPSEEK_V3.of("dots3_note_text").layers(46).width(5120).query_heads(128).window(Window::By(windows::dots3))
+        .rope(DOTS3_ROPE).windowed_rope(DOTS3_ROPE.theta(Number("swa_rope_theta", 50_000.0))).latent(DOTS3),
+    // Most of its layers are recurrences.
+    DEEPSEEK_V3.of("glm5_next_text").layers(45).width(4096).query_heads(64).linear(Linear::GLM5).latent(GLM5_NEXT)
+        .only(&[("index_kpool_always_select_tail", "true")]),
+    DEEPSEEK_V3.of("hy_v4").layers(34).width(2816).query_heads(32).rope(rope(10_000.0, 262_144)).latent(HY_V4),
     // As it is published; transformers loads it as DeepSeek V3.
     DEEPSEEK_V3.of("kimi_k2").has_default_sizes(false),
     DEEPSEEK_V3.of("kimi_linear").layers(27).width(2304).query_heads(32).latent(KIMI_LINEAR).linear(Linear::KIMI)
         .only(&[("mla_use_nope", "true")]),
+    DEEPSEEK_V3.of("mistral_large4_text").modules([Some(NAMES), Some(MISTRAL_NAMES)]).layers(72).width(6144).query_heads(64)
+        .rope(rope(10_000.0, 1_048_576).interleaved().default_parameters(MISTRAL_LARGE_4_ROPE)).latent(MISTRAL_LARGE_4),
     DEEPSEEK_V3.of("minicpm3").layers(62).width(2560).query_heads(40).rope(rope(10_000.0, 32_768)).latent(MINICPM3),
     DEEPSEEK_V3.of("youtu").layers(32).width(2048).query_heads(16).rope(by_flag(131_072)),
 ];

@@ -3,16 +3,15 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, IndexOp, Module, Result, Tensor, bail};
-use serde::{Deserialize, Serialize};
 
 use super::top_k::Scores;
-use super::{IndexQueries, IndexedTokens, KeyIndexer};
+use super::{IndexQueries, IndexedTokens, IndexerConfig, IndexerQueries, IndexerShape, KeyIndexer};
+use crate::layer::temperature::LearnedTemperature;
 use crate::mask::{AttentionMask, KeyLists, union_of};
-use crate::position::RopeStyle;
 use candle_attention_kernels::linear::{Activation, Epilogue, Matrix, Product, Right, multiply_vec};
 use candle_attention_kernels::{InstructionSet, Workers, for_each_chunk};
 use candle_attention_modules::base::rowwise::{read, to_vec};
-use candle_attention_modules::base::{ParameterReader, number, part};
+use candle_attention_modules::base::{ParameterReader, part};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{Norm, QkNormKind};
 
@@ -21,62 +20,10 @@ const OP: &str = "multi_head_latent_attention";
 
 /// The number of products of queries with keys that are computed at a time: they stay in a cache until the heads are
 /// summed.
-const PRODUCTS: usize = 1 << 21;
+pub(super) const PRODUCTS: usize = 1 << 21;
 
 /// The number of scores that are summed by a task.
 const KEYS_OF_TASK: usize = 1 << 12;
-
-/// The sizes of an indexer, which chooses the keys that each query attends to: DeepSeek V3.2's lightning indexer
-/// (<https://arxiv.org/abs/2512.02556>, section 2.1).
-///
-/// A query's score for a key is `Σ_h w_h · relu(q_h · k) / √(head_dim · num_heads)` over the heads of the indexer. Each
-/// token has one key of the indexer, which all heads share. The query attends to the `top_k` keys with the largest
-/// scores among those that the mask allows, for equal scores to the first ones.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct IndexerConfig {
-    /// The number of heads of the indexer (`index_n_heads`).
-    pub num_heads: usize,
-    /// The width of its heads (`index_head_dim`), of which the first `rope_head_dim` entries rotate.
-    pub head_dim: usize,
-    /// The number of keys that a query attends to (`index_topk`).
-    pub top_k: usize,
-    /// The pairs of entries that rotate: halves in DeepSeek V3.2, neighbours in GLM-5.
-    #[serde(default)]
-    pub rope_style: RopeStyle,
-}
-
-impl IndexerConfig {
-    /// Checks the sizes for a layer whose rotated heads have this width.
-    pub(in crate::layer) fn validate(&self, op: &str, rope_head_dim: usize) -> Result<()> {
-        number::size(op, "the indexer's num_heads", self.num_heads)?;
-        number::size(op, "the indexer's head_dim", self.head_dim)?;
-        number::size(op, "the indexer's top_k", self.top_k)?;
-        if self.head_dim < rope_head_dim {
-            bail!(
-                "[{op}] the indexer's head_dim is {}, expected at least the rope_head_dim of {rope_head_dim}",
-                self.head_dim
-            )
-        }
-        if self.num_heads.saturating_mul(self.head_dim) > u32::MAX as usize {
-            bail!(
-                "[{op}] the indexer has {} heads of {}, expected at most {} entries",
-                self.num_heads,
-                self.head_dim,
-                u32::MAX
-            )
-        }
-        Ok(())
-    }
-}
-
-/// The widths of a layer that has an indexer.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::layer) struct IndexerShape {
-    pub embed_dim: usize,
-    pub q_lora_rank: usize,
-    pub rope_head_dim: usize,
-}
 
 /// An indexer of DeepSeek V3.2: its queries are projected from the compressed queries of the layer, its keys and the
 /// weights of its heads from the input.
@@ -84,7 +31,9 @@ pub(in crate::layer) struct IndexerShape {
 pub(in crate::layer) struct DeepSeekIndexer {
     config: IndexerConfig,
     rope_head_dim: usize,
-    /// The projection of the queries, (heads · width, q_lora_rank).
+    /// The norm and the temperature of queries that are projected from the input of the layer.
+    of_input: Option<QueriesOfInput>,
+    /// The projection of the queries, (heads · width, q_lora_rank), or (heads · width, E).
     queries: PackedLinear,
     /// The projection of the keys, (width, E).
     keys: PackedLinear,
@@ -93,37 +42,65 @@ pub(in crate::layer) struct DeepSeekIndexer {
     weights: PackedLinear,
 }
 
+/// The norm and the temperature of queries that are projected from the input of the layer.
+#[derive(Debug, Clone)]
+struct QueriesOfInput {
+    norm: Norm,
+    temperature: LearnedTemperature,
+}
+
 impl DeepSeekIndexer {
-    /// Reads `wq_b`, `wk`, `k_norm` and `weights_proj`.
+    /// Reads `wq_b`, `wk`, `k_norm` and `weights_proj`, and for queries of the input `q_input_norm` and
+    /// `softmax_scaling`.
     pub fn load(config: IndexerConfig, shape: IndexerShape, source: &ParameterReader) -> Result<Self> {
         let IndexerConfig { num_heads, head_dim, .. } = config;
         let IndexerShape { embed_dim, q_lora_rank, rope_head_dim } = shape;
+        let mut of_input = None;
+        let mut query_width = q_lora_rank.unwrap_or(embed_dim);
+        if config.queries == IndexerQueries::NormalizedInput {
+            query_width = embed_dim;
+            of_input = Some(QueriesOfInput {
+                norm: Norm::load(QkNormKind::Layer, 1e-6, embed_dim, true, &source.pp("q_input_norm"))?,
+                temperature: LearnedTemperature::load(num_heads, false, source)?,
+            });
+        }
         Ok(Self {
             config,
             rope_head_dim,
-            queries: source.linear("wq_b", (num_heads * head_dim, q_lora_rank), false, None)?.try_into()?,
+            of_input,
+            queries: source.linear("wq_b", (num_heads * head_dim, query_width), false, None)?.try_into()?,
             keys: source.linear("wk", (head_dim, embed_dim), false, None)?.try_into()?,
-            norm: Norm::load(QkNormKind::Layer, 1e-6, head_dim, true, &source.pp("k_norm"))?,
+            norm: Norm::load(QkNormKind::Layer, config.norm_eps, head_dim, true, &source.pp("k_norm"))?,
             weights: source.linear("weights_proj", (num_heads, embed_dim), false, None)?.try_into()?,
         })
     }
 
-    /// Rotates the first entries of heads (B, T, heads, width).
+    /// Rotates the first or the last entries of heads (B, T, heads, width).
     fn rotated(&self, heads: &Tensor, tokens: &IndexedTokens) -> Result<Tensor> {
         let Some(rotation) = tokens.rotation else { return Ok(heads.clone()) };
-        let rotated = rotation.apply(&part(heads, 3, 0..self.rope_head_dim)?)?;
-        if self.rope_head_dim == self.config.head_dim {
-            return Ok(rotated);
+        let head_dim = self.config.head_dim;
+        let rope = self.rope_head_dim;
+        if rope == head_dim {
+            return rotation.apply(heads);
         }
-        Tensor::cat(&[rotated, part(heads, 3, self.rope_head_dim..self.config.head_dim)?.contiguous()?], 3)
+        if self.config.rotates_last {
+            let first = head_dim - rope;
+            let rotated = rotation.apply(&part(heads, 3, first..head_dim)?)?;
+            return Tensor::cat(&[part(heads, 3, 0..first)?.contiguous()?, rotated], 3);
+        }
+        let rotated = rotation.apply(&part(heads, 3, 0..rope)?)?;
+        Tensor::cat(&[rotated, part(heads, 3, rope..head_dim)?.contiguous()?], 3)
     }
 
     /// Returns the scores (B, n, T_kv) of n queries from `start` on, for keys (B, width, T_kv) with any strides.
-    fn scores(&self, queries: &IndexQueries, keys: &Tensor, start: usize, n: usize) -> Result<Vec<f32>> {
+    pub fn scores(&self, queries: &IndexQueries, keys: &Tensor, start: usize, n: usize) -> Result<Vec<f32>> {
         let IndexerConfig { num_heads, head_dim, .. } = self.config;
         let (b, _, t_kv) = keys.dims3()?;
         let q = queries.q.narrow(1, start, n)?.contiguous()?.reshape((b, n * num_heads, head_dim))?;
-        let own_weights = queries.weights.narrow(1, start, n)?.contiguous()?;
+        let Some(of_queries) = &queries.weights else {
+            bail!("[{OP}] the queries of an indexer have no factors of heads, expected one for each")
+        };
+        let own_weights = of_queries.narrow(1, start, n)?.contiguous()?;
         if !q.device().is_cpu() {
             let of_heads = q.matmul(&keys.contiguous()?)?.relu()?.reshape((b * n, num_heads, t_kv))?;
             return to_vec(&own_weights.reshape((b * n, 1, num_heads))?.matmul(&of_heads)?);
@@ -140,6 +117,24 @@ impl DeepSeekIndexer {
             rows.write_scores(of_sequence)?;
         }
         Ok(scores)
+    }
+
+    /// Returns a copy for inference.
+    pub fn frozen(&self) -> Result<Self> {
+        let of_input = match &self.of_input {
+            Some(QueriesOfInput { norm, temperature }) => {
+                Some(QueriesOfInput { norm: norm.freeze()?, temperature: temperature.freeze()? })
+            }
+            None => None,
+        };
+        Ok(Self {
+            of_input,
+            queries: self.queries.freeze()?,
+            keys: self.keys.freeze()?,
+            norm: self.norm.freeze()?,
+            weights: self.weights.freeze()?,
+            ..self.clone()
+        })
     }
 }
 
@@ -267,10 +262,21 @@ impl KeyIndexer for DeepSeekIndexer {
     fn queries(&self, tokens: &IndexedTokens) -> Result<IndexQueries> {
         let IndexerConfig { num_heads, head_dim, .. } = self.config;
         let (b, t, _) = tokens.xs.dims3()?;
-        let q = self.queries.forward(&tokens.compressed.detach())?.reshape((b, t, num_heads, head_dim))?;
-        let weights = self.weights.forward(&tokens.xs.detach())?.detach().to_dtype(DType::F32)?;
+        let xs = tokens.xs.detach();
+        let input = match &self.of_input {
+            Some(QueriesOfInput { norm, .. }) => norm.forward(&xs)?,
+            None => tokens.compressed.detach(),
+        };
+        let mut q = self.queries.forward(&input)?.reshape((b, t, num_heads, head_dim))?;
+        if let (Some(QueriesOfInput { temperature, .. }), Some(logs)) = (&self.of_input, tokens.log_positions) {
+            q = temperature.scaled(&q, logs)?;
+        }
+        let weights = self.weights.forward(&xs)?.detach().to_dtype(DType::F32)?;
         let scale = 1.0 / (num_heads as f64 * head_dim as f64).sqrt();
-        Ok(IndexQueries { q: self.rotated(&q, tokens)?.detach().to_dtype(DType::F32)?, weights: (weights * scale)? })
+        Ok(IndexQueries {
+            q: self.rotated(&q, tokens)?.detach().to_dtype(DType::F32)?,
+            weights: Some((weights * scale)?),
+        })
     }
 
     fn choose(&self, queries: &IndexQueries, keys: &Tensor, mask: &AttentionMask) -> Result<Option<KeyLists>> {
@@ -325,12 +331,6 @@ impl KeyIndexer for DeepSeekIndexer {
     }
 
     fn freeze(&self) -> Result<Arc<dyn KeyIndexer>> {
-        Ok(Arc::new(Self {
-            queries: self.queries.freeze()?,
-            keys: self.keys.freeze()?,
-            norm: self.norm.freeze()?,
-            weights: self.weights.freeze()?,
-            ..self.clone()
-        }))
+        Ok(Arc::new(self.frozen()?))
     }
 }

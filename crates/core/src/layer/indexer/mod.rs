@@ -1,6 +1,11 @@
 //! Indexers: modules that choose the keys of each query by scores that cost less than attention.
 
+mod blocks;
+mod chosen;
+mod config;
 mod deepseek;
+mod load;
+mod pooled;
 mod top_k;
 
 use std::fmt::Debug;
@@ -8,8 +13,12 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-pub use deepseek::IndexerConfig;
-pub(super) use deepseek::{DeepSeekIndexer, IndexerShape};
+pub(super) use blocks::BlockIndexer;
+pub(super) use chosen::ChoiceRecord;
+pub use chosen::{ChosenKeys, OutputWithChoice};
+pub(super) use config::IndexerShape;
+pub use config::{IndexerConfig, IndexerQueries};
+pub(super) use load::load_indexer;
 
 use crate::mask::{AttentionMask, KeyLists};
 use crate::position::Rotation;
@@ -18,18 +27,20 @@ use crate::position::Rotation;
 pub(super) struct IndexedTokens<'a> {
     /// The input of the layer, (B, T, E).
     pub xs: &'a Tensor,
-    /// The compressed queries, (B, T, q_lora_rank).
+    /// The compressed queries, (B, T, q_lora_rank); the input, if queries are not compressed.
     pub compressed: &'a Tensor,
     /// The rotation of the indexer at the positions of the tokens, if the layer rotates.
     pub rotation: Option<&'a Rotation>,
+    /// The logarithms of the positions, (1, T, 1, 1) or (B, T, 1, 1), if the layer has a learned temperature.
+    pub log_positions: Option<&'a Tensor>,
 }
 
 /// The queries of an indexer, without gradients.
 pub(super) struct IndexQueries {
     /// (B, T, heads, width) in f32.
     pub q: Tensor,
-    /// The factor of each head's scores, (B, T, heads) in f32.
-    pub weights: Tensor,
+    /// The factor of each head's scores, (B, T, heads) in f32, if the scores of the heads are summed.
+    pub weights: Option<Tensor>,
 }
 
 /// A module that chooses the keys of each query. Its choice has no gradient.

@@ -6,6 +6,7 @@ use std::fmt;
 
 use candle_core::Tensor;
 
+use super::indexer::ChosenKeys;
 use super::memory::ProjectedMemory;
 use crate::cache::AttentionCache;
 use crate::mask::{AttentionMask, TokenTree};
@@ -45,6 +46,8 @@ pub struct AttentionInput<'a> {
     /// The name of the adapter of each sequence.
     pub(in crate::layer) adapters: Option<&'a [Option<&'a str>]>,
     pub(in crate::layer) residual: Option<&'a Tensor>,
+    /// The keys that an earlier layer's indexer chose.
+    pub(in crate::layer) chosen_keys: Option<&'a ChosenKeys>,
     pub(in crate::layer) all_reduce: Option<&'a AllReduce<'a>>,
     pub(in crate::layer) function: Option<&'a AttentionFunction<'a>>,
     backend: Backend,
@@ -81,6 +84,7 @@ impl<'a> AttentionInput<'a> {
             packed: None,
             adapters: None,
             residual: None,
+            chosen_keys: None,
             all_reduce: None,
             function: None,
             backend: Backend::Auto,
@@ -375,6 +379,15 @@ impl<'a> AttentionInput<'a> {
     /// before its sums are rounded.
     pub fn with_residual(mut self, residual: impl OptionalRef<'a, Tensor>) -> Self {
         self.residual = residual.into_option();
+        self
+    }
+
+    /// Attends to the keys that an earlier layer's indexer chose for the same tokens, as
+    /// [`forward_with_choice`](crate::MultiHeadLatentAttention::forward_with_choice) of that layer returned them. The
+    /// config of the layer has to [ask for them](crate::MultiHeadLatentAttentionConfig::with_shared_choice).
+    #[doc(alias = "prev_topk_indices")]
+    pub fn with_chosen_keys(mut self, chosen_keys: impl OptionalRef<'a, ChosenKeys>) -> Self {
+        self.chosen_keys = chosen_keys.into_option();
         self
     }
 

@@ -1,13 +1,12 @@
 //! The config of latent attention.
 
-use candle_core::{Result, bail};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::OP;
 use crate::config::synonyms;
 use crate::layer::indexer::IndexerConfig;
 use crate::position::{RopeConfig, RopeStyle, score_factor};
-use candle_attention_modules::base::{explain_unknown_field, number};
+use candle_attention_modules::base::explain_unknown_field;
+use candle_attention_modules::gate::{GateLayout, OutputGate};
 
 /// The shape and options of a [`MultiHeadLatentAttention`](crate::MultiHeadLatentAttention). Lengths, padding and a
 /// cache are inputs of a call.
@@ -47,6 +46,30 @@ pub struct MultiHeadLatentAttentionConfig {
     dropout: f64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     indexer: Option<IndexerConfig>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) window: Option<usize>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) output_gate: Option<OutputGate>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) latent_scales: Option<LatentScales>,
+    #[serde(default, skip_serializing_if = "is_off")]
+    pub(super) sinks: bool,
+    #[serde(default, skip_serializing_if = "is_off")]
+    pub(super) shared_key_norm: bool,
+    #[serde(default, skip_serializing_if = "is_off")]
+    pub(super) learned_temperature: bool,
+    #[serde(default, skip_serializing_if = "is_off")]
+    pub(super) shared_choice: bool,
+}
+
+/// Factors on what latent attention compresses tokens to, after the norms (Dots 3).
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LatentScales {
+    /// The factor on compressed queries, those that an indexer reads too.
+    pub queries: f64,
+    /// The factor on the latent from which keys and values are computed.
+    pub keys_and_values: f64,
 }
 
 // The derived functions are the methods `serialize` and `deserialize` of the config, because of `remote = "Self"`.
@@ -65,6 +88,11 @@ impl<'de> Deserialize<'de> for MultiHeadLatentAttentionConfig {
 
 fn default_norm_eps() -> f64 {
     1e-6
+}
+
+/// Returns whether an option is off, as it is by default.
+fn is_off(option: &bool) -> bool {
+    !*option
 }
 
 /// Returns the default of options that are on unless a config turns them off.
@@ -93,6 +121,13 @@ impl MultiHeadLatentAttentionConfig {
             causal: true,
             dropout: 0.0,
             indexer: None,
+            window: None,
+            output_gate: None,
+            latent_scales: None,
+            sinks: false,
+            shared_key_norm: false,
+            learned_temperature: false,
+            shared_choice: false,
         }
     }
 
@@ -116,7 +151,8 @@ impl MultiHeadLatentAttentionConfig {
     }
 
     /// Sets the width of the part of each query head that rotates, and of the one key that all heads share for it
-    /// (`qk_rope_head_dim`). The default is 64.
+    /// (`qk_rope_head_dim`). The default is 64. It may be 0 in a layer that does not [rotate](Self::with_rotates): keys
+    /// are computed from latents alone.
     pub fn with_rope_head_dim(mut self, rope_head_dim: usize) -> Self {
         self.rope_head_dim = rope_head_dim;
         self
@@ -252,8 +288,24 @@ impl MultiHeadLatentAttentionConfig {
 
     /// Returns the width of a row that a cache stores: the latent, the shared key, and the key of the indexer.
     pub(super) fn row_width(&self) -> usize {
-        let index_width = self.indexer.map_or(0, |indexer| indexer.head_dim);
+        let index_width = self.indexer.map_or(0, |indexer| indexer.stored_width());
         self.kv_lora_rank.saturating_add(self.rope_head_dim).saturating_add(index_width)
+    }
+
+    /// Returns the number of rows of each head in the projection to queries: the rows of its query, and of its gate
+    /// where that is fused with the query.
+    pub(super) fn query_row_width(&self) -> usize {
+        self.head_dim().saturating_add(if self.has_fused_gate() { self.value_head_dim } else { 0 })
+    }
+
+    /// Returns whether the projection to queries has the rows of a gate.
+    pub(super) fn has_fused_gate(&self) -> bool {
+        self.output_gate.is_some_and(|gate| gate.layout == GateLayout::FusedWithQuery)
+    }
+
+    /// Returns the factor on the scores that replaces the default.
+    pub(super) fn given_scale(&self) -> Option<f64> {
+        self.scale
     }
 
     /// Returns D, the width of one query and key head: the sum of its parts.
@@ -265,43 +317,5 @@ impl MultiHeadLatentAttentionConfig {
     /// that has an `mscale_all_dim`, times the square of `0.1 · mscale_all_dim · ln(factor) + 1`.
     pub fn scale(&self) -> f64 {
         self.scale.unwrap_or_else(|| score_factor(self.rope.scaling()) / (self.head_dim() as f64).sqrt())
-    }
-
-    /// Checks that the numbers fit together.
-    ///
-    /// # Errors
-    /// Names the option, the number found and the number expected.
-    pub fn validate(&self) -> Result<()> {
-        self.validate_numbers()?;
-        let h = self.num_heads;
-        let widest = self.head_dim().max(self.nope_head_dim.saturating_add(self.value_head_dim));
-        let widest = widest.max(self.row_width());
-        if h.saturating_mul(widest) > u32::MAX as usize {
-            bail!("[{OP}] num_heads {h} times a width of {widest} is more than {}", u32::MAX)
-        }
-        if let Some(indexer) = &self.indexer {
-            indexer.validate(OP, self.rope_head_dim)?;
-            if self.q_lora_rank.is_none() {
-                bail!("[{OP}] the layer has an indexer and no q_lora_rank, expected compressed queries for its scores")
-            }
-        }
-        if self.rope.axes().is_some() {
-            bail!("[{OP}] rope has several axes, expected one")
-        }
-        self.rope.validate(self.rope_head_dim)
-    }
-
-    /// Checks each number by itself.
-    fn validate_numbers(&self) -> Result<()> {
-        number::size(OP, "embed_dim", self.embed_dim)?;
-        number::size(OP, "num_heads", self.num_heads)?;
-        number::size(OP, "q_lora_rank", self.q_lora_rank)?;
-        number::size(OP, "kv_lora_rank", self.kv_lora_rank)?;
-        number::size(OP, "nope_head_dim", self.nope_head_dim)?;
-        number::size(OP, "rope_head_dim", self.rope_head_dim)?;
-        number::size(OP, "value_head_dim", self.value_head_dim)?;
-        number::finite(OP, "scale", self.scale)?;
-        number::epsilon(OP, "norm_eps", self.norm_eps)?;
-        number::probability(OP, "dropout", self.dropout)
     }
 }

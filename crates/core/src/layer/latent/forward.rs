@@ -1,17 +1,23 @@
 //! The computation of one call of a layer.
 
+use std::ops::Range;
+
 use candle_core::{Module, Result, Tensor, bail};
 
-use super::{LatentPages, LayerIndexer, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OP};
+use super::additions::gated;
+use super::{
+    LatentPages, LayerIndexer, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OP, QueryCompression,
+};
 use crate::cache::{KeyChoice, KvFloats, NewTokens};
 use crate::layer::forward::{AttendedKeys, PreparedCall};
-use crate::layer::indexer::{IndexQueries, IndexedTokens, IndexerConfig};
+use crate::layer::indexer::{ChoiceRecord, IndexQueries, IndexedTokens, OutputWithChoice};
 use crate::layer::input::{AttentionInput, KeysFrom};
 use crate::layer::paged_batch::PagedBatch;
+use crate::layer::temperature;
 use crate::layer::validate::ExpectedInput;
 use crate::layer::warnings;
 use crate::layer::whole_mask::MaskedCall;
-use crate::mask::AttentionMask;
+use crate::mask::{AttentionMask, KeyLists};
 use crate::position::Rotation;
 use crate::sdpa::{Attended, FunctionKeys, OwnKeys};
 use candle_attention_call::RequestedResults;
@@ -25,20 +31,20 @@ impl MultiHeadLatentAttentionConfig {
     /// an output `Σ w (W_v c) = W_v (Σ w c)`: either queries absorb W_k and outputs W_v, or keys and values are
     /// computed from the latents.
     ///
-    /// With an indexer, queries that absorb W_k read the latents of their chosen keys alone, which all heads share.
-    /// Keys of each head would be read once for each query of the head, which takes longer than computing with all keys
-    /// under a mask; half of the scores of the call's own tokens are masked then.
-    pub(super) fn absorbs(&self, t_q: usize, t_kv: usize) -> bool {
+    /// With at most `most_keys` chosen keys, queries that absorb W_k read the latents of their chosen keys alone, which
+    /// all heads share. Keys of each head would be read once for each query of the head, which takes longer than
+    /// computing with all keys under a mask; half of the scores of the call's own tokens are masked then.
+    pub(super) fn absorbs(&self, t_q: usize, t_kv: usize, most_keys: Option<usize>) -> bool {
         let rank = self.kv_lora_rank as f64;
         let nope = self.nope_head_dim as f64;
         let rope = self.rope_head_dim as f64;
         let value = self.value_head_dim as f64;
         let mut pairs = t_q as f64 * t_kv as f64;
         let mut absorbed_pairs = pairs;
-        if let Some(IndexerConfig { top_k, .. }) = self.indexer()
-            && top_k < t_kv
+        if let Some(chosen) = most_keys
+            && chosen < t_kv
         {
-            absorbed_pairs = t_q as f64 * top_k as f64;
+            absorbed_pairs = t_q as f64 * chosen as f64;
             pairs -= (t_q as f64 - 1.0) * t_q as f64 / 2.0;
         }
         // Multiplications for one head.
@@ -74,52 +80,96 @@ impl MultiHeadLatentAttention {
         PagedBatch::new(OP, input, &self.mask)
     }
 
+    /// Computes [`forward_with`](Self::forward_with), and returns the keys that the layer's indexer chose for the
+    /// queries, or those that the call was given, for later layers.
+    ///
+    /// # Errors
+    /// As [`forward_with`](Self::forward_with).
+    pub fn forward_with_choice<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<OutputWithChoice> {
+        let own = input.into();
+        if own.any_pages().is_some() {
+            bail!("[{OP}] a choice of keys was requested from a call with pages, expected a cache or none")
+        }
+        let record = ChoiceRecord::default();
+        let call = self.prepare_recording(&own, None, &record)?;
+        let output = call.finish(own.cache, RequestedResults::default())?.output;
+        Ok(OutputWithChoice { output, chosen: record.get() })
+    }
+
     /// Validates and projects an input: everything that comes before attention. With a cache, `absorbs` says whether
     /// queries absorb the matrix of keys; the default is the form with fewer multiplications. If they absorb it, the
     /// attention output is of latents (B, H, T, rank), and otherwise of values (B, H, T, D_v). With pages, `absorbs` is
     /// for all sequences whose pages were not released, and the attention output is of values.
     pub(super) fn prepare<'a>(&'a self, input: &AttentionInput<'a>, absorbs: Option<bool>) -> Result<PreparedCall<'a>> {
+        self.prepare_recording(input, absorbs, &ChoiceRecord::default())
+    }
+
+    /// Prepares a call as [`prepare`](Self::prepare) does. The call writes the keys that are chosen for its queries into
+    /// a record.
+    fn prepare_recording<'a>(
+        &'a self,
+        input: &AttentionInput<'a>,
+        absorbs: Option<bool>,
+        record: &ChoiceRecord,
+    ) -> Result<PreparedCall<'a>> {
         let cfg = &self.config;
-        let CheckedLatentInput { xs, tokens, mut mask, rotation, index_rotation, residual } = self.validate(input)?;
+        let CheckedLatentInput { xs, tokens, mut mask, rotation, index_rotation, log_positions, residual } =
+            self.validate(input)?;
         let t = xs.dim(1)?;
         let is_cached = input.any_cache().is_some();
         let absorbs_in_pages = absorbs;
-        let absorbs = is_cached && absorbs.unwrap_or_else(|| cfg.absorbs(t, tokens.longest()));
-        let compressed = match &self.compression {
-            Some(compression) => compression.forward(&xs)?,
-            None => xs.clone(),
-        };
+        let earlier = input.chosen_keys.and_then(|chosen| chosen.lists.as_ref()).map(KeyLists::most_entries);
+        let most_keys = earlier.or_else(|| cfg.indexer().map(|indexer| indexer.most_keys()));
+        let absorbs = is_cached && absorbs.unwrap_or_else(|| cfg.absorbs(t, tokens.longest(), most_keys));
+        let CompressedQueries { latents, with_gate } = self.compress_queries(&xs)?;
         let mut rows = self.latent_rows(&xs, rotation.as_ref())?;
         // The indexer's keys follow the latent and the shared key of a token.
         let index_columns = rows.dim(3)?..rows.dim(3)? + self.indexer.as_ref().map_or(0, |own| own.module.key_width());
-        let mut index_queries = None;
-        if let Some(LayerIndexer { module, .. }) = &self.indexer {
-            let indexed = IndexedTokens { xs: &xs, compressed: &compressed, rotation: index_rotation.as_ref() };
-            rows = Tensor::cat(&[&rows, &module.keys(&indexed)?.unsqueeze(1)?], 3)?;
-            index_queries = Some(module.queries(&indexed)?);
+        let mut choice = None;
+        if let Some(lists) = input.chosen_keys.and_then(|chosen| chosen.lists.clone()) {
+            // The lists are the same for any columns.
+            choice = Some(CallChoice { of: ChoiceOf::EarlierLayer(lists), columns: 0..1 });
         }
-        let q = self.project_queries(&compressed, rotation.as_ref(), absorbs)?;
+        if let Some(LayerIndexer { module, .. }) = &self.indexer {
+            let indexed = IndexedTokens {
+                xs: &xs,
+                compressed: &latents,
+                rotation: index_rotation.as_ref(),
+                log_positions: log_positions.as_ref(),
+            };
+            rows = Tensor::cat(&[&rows, &module.keys(&indexed)?.unsqueeze(1)?], 3)?;
+            choice = Some(CallChoice { of: ChoiceOf::Indexer(module.queries(&indexed)?), columns: index_columns });
+        }
+        let of_queries = PositionsOfQueries { rotation: rotation.as_ref(), logs: log_positions.as_ref() };
+        let ProjectedQueries { q, fused_gate } = self.project_queries(&with_gate, of_queries, absorbs)?;
+        let gate = if fused_gate.is_some() { fused_gate } else { self.additions.gate(&xs)? };
+        // The output for padding is 0, and 0 · NaN of padding's gate must not reach it.
+        let gate = gate.map(|gate| tokens.without_padding(gate)).transpose()?;
         let mut cache_after = None;
         let keys = if let Some(pages) = input.pages {
             pages.write_latents(&rows, cfg.kv_lora_rank())?;
+            let index_queries = match choice {
+                Some(CallChoice { of: ChoiceOf::Indexer(queries), .. }) => Some(queries),
+                _ => None,
+            };
             AttendedKeys::Latents(LatentPages { layer: self, pages, absorbs: absorbs_in_pages, index_queries })
         } else if let Some(cache) = &input.cache {
             let mut staged = cache.stage(&tokens, &rows, None, cfg.kv_lora_rank())?;
             if !absorbs {
-                staged.call.expansion = Some(Box::new(|latents| self.expand(latents)));
+                staged.call.expansion = Some(Box::new(|stored| self.expand(&stored.k)));
             } else if self.indexer.is_some() {
-                staged.call.expansion = Some(Box::new(|latents| self.without_index_keys(latents)));
+                staged.call.expansion = Some(Box::new(|stored| self.without_index_keys(&stored.k)));
             }
-            if let Some(queries) = index_queries {
-                let columns = index_columns;
-                let choose = Box::new(move |keys: &Tensor, own| self.with_chosen_keys(own, &queries, keys));
+            if let Some(CallChoice { of, columns }) = choice {
+                let record = record.clone();
+                let choose = Box::new(move |keys: &Tensor, own| self.with_chosen_keys(own, &of, keys, &record));
                 staged.call.choice = Some(KeyChoice { columns, choose });
             }
             cache_after = Some(staged.cache);
             AttendedKeys::Cached(staged.call)
         } else {
-            if let Some(queries) = &index_queries {
-                mask = self.with_chosen_keys(mask, queries, &part(&rows, 3, index_columns)?)?;
+            if let Some(CallChoice { of, columns }) = choice {
+                mask = self.with_chosen_keys(mask, &of, &part(&rows, 3, columns)?, record)?;
             }
             let KvFloats { k, v } = self.expand(&rows)?;
             match input.function {
@@ -127,19 +177,21 @@ impl MultiHeadLatentAttention {
                 None => AttendedKeys::Own(OwnKeys { k, v, sequences: input.packed }),
             }
         };
+        let mut options = input.options(cfg.dropout()).with_scale(cfg.scale());
+        options.sinks = self.additions.sinks()?;
         Ok(PreparedCall {
             q,
             keys,
             cache: cache_after,
             mask,
-            options: input.options(cfg.dropout()).with_scale(cfg.scale()),
+            options,
             batched: input.queries.rank() == 3,
-            output: Box::new(move |output| self.project_output(output, absorbs, residual.as_ref())),
+            output: Box::new(move |output| self.project_output(output, absorbs, gate.as_ref(), residual.as_ref())),
         })
     }
 
-    /// Returns a mask with the keys that the indexer chooses for each query by its keys (B, 1, T_kv, width).
-    pub(super) fn with_chosen_keys(
+    /// Returns a mask with the keys that the layer's indexer chooses for each query by its keys (B, 1, T_kv, width).
+    pub(super) fn with_keys_of_indexer(
         &self,
         mask: AttentionMask,
         queries: &IndexQueries,
@@ -147,6 +199,29 @@ impl MultiHeadLatentAttention {
     ) -> Result<AttentionMask> {
         let Some(LayerIndexer { module, .. }) = &self.indexer else { return Ok(mask) };
         Ok(match module.choose(queries, &keys.detach().squeeze(1)?, &mask)? {
+            Some(lists) => mask.with_key_lists(&lists),
+            None => mask,
+        })
+    }
+
+    /// Returns a mask with the keys that are chosen for each query, by the keys (B, 1, T_kv, width) of the layer's
+    /// indexer if it has one, and writes them into a record.
+    fn with_chosen_keys(
+        &self,
+        mask: AttentionMask,
+        choice: &ChoiceOf,
+        keys: &Tensor,
+        record: &ChoiceRecord,
+    ) -> Result<AttentionMask> {
+        let lists = match (choice, &self.indexer) {
+            (ChoiceOf::EarlierLayer(lists), _) => Some(lists.clone()),
+            (ChoiceOf::Indexer(queries), Some(LayerIndexer { module, .. })) => {
+                module.choose(queries, &keys.detach().squeeze(1)?, &mask)?
+            }
+            (ChoiceOf::Indexer(_), None) => None,
+        };
+        record.set(lists.as_ref());
+        Ok(match lists {
             Some(lists) => mask.with_key_lists(&lists),
             None => mask,
         })
@@ -196,13 +271,29 @@ impl MultiHeadLatentAttention {
         if self.indexer.is_some() && input.packed.is_some() {
             bail!("[{OP}] packed sequences were given to a layer with an indexer, expected a batch")
         }
+        let drops_keys = input.any_cache().is_some_and(|cache| cache.config().window().is_some());
+        if drops_keys && cfg.indexer().is_some_and(|indexer| indexer.pool.is_some()) {
+            bail!("[{OP}] a cache that drops keys was given to a layer whose indexer pools them, expected all keys")
+        }
+        match input.chosen_keys {
+            Some(_) if !cfg.shared_choice() => {
+                bail!("[{OP}] keys that another layer chose were given, expected a layer that asks for them")
+            }
+            _ if cfg.shared_choice() && input.any_pages().is_some() => bail!(
+                "[{OP}] pages were given to a layer that attends to the keys that an earlier layer chose, expected a cache"
+            ),
+            None if cfg.shared_choice() => bail!(
+                "[{OP}] the layer attends to the keys that an earlier layer chose, expected a call `with_chosen_keys`"
+            ),
+            _ => {}
+        }
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
         input.check_pages(OP, &xs)?;
         warnings::about_lengths(OP, input, t);
         let tokens = input.tokens(OP, b, t, &self.mask)?;
-        let mut positions = input.call_positions(OP, &tokens, t, None, cfg.rotates())?;
-        let counts_positions = cfg.rope().scaling().depends_on_length();
+        let mut positions = input.call_positions(OP, &tokens, t, None, cfg.rotates() || cfg.learned_temperature())?;
+        let counts_positions = cfg.rope().scaling().depends_on_length() || cfg.learned_temperature();
         let call = MaskedCall { op: OP, tokens: &tokens, b, t_kv: t, device: xs.device(), counts_positions };
         let mask = input.mask_and_positions(&self.mask, &mut positions, call)?;
         let width = cfg.num_heads() * (2 * cfg.head_dim() + cfg.value_head_dim() + cfg.kv_lora_rank());
@@ -217,14 +308,20 @@ impl MultiHeadLatentAttention {
         }
         let mut rotation = None;
         let mut index_rotation = None;
+        let mut log_positions = None;
         if let Some(positions) = positions {
             let length = positions.length_of_sequences();
-            rotation = Some(self.rotary.at_length(&positions.queries, length)?);
-            if let Some(LayerIndexer { rotary, .. }) = &self.indexer {
+            if let Some(rotary) = self.rotary.as_ref().filter(|_| cfg.rotates()) {
+                rotation = Some(rotary.at_length(&positions.queries, length)?);
+            }
+            if let Some(LayerIndexer { rotary: Some(rotary), .. }) = &self.indexer {
                 index_rotation = Some(rotary.at_length(&positions.queries, length)?);
             }
+            if cfg.learned_temperature() {
+                log_positions = Some(temperature::log_positions(positions.counted(), &xs)?);
+            }
         }
-        Ok(CheckedLatentInput { xs, tokens, mask, rotation, index_rotation, residual })
+        Ok(CheckedLatentInput { xs, tokens, mask, rotation, index_rotation, log_positions, residual })
     }
 
     /// Returns the normalised latent and the rotated shared key of each token, (B, 1, T, rank + rope): the rows that a
@@ -233,37 +330,102 @@ impl MultiHeadLatentAttention {
         let rank = self.config.kv_lora_rank();
         let rope = self.config.rope_head_dim();
         let compressed = self.down.forward(xs)?;
-        let latents = self.norm.forward(&part(&compressed, 2, 0..rank)?)?;
-        let shared_keys = rotated(part(&compressed, 2, rank..rank + rope)?.unsqueeze(2)?, rotation)?.squeeze(2)?;
-        Tensor::cat(&[&latents, &shared_keys], 2)?.unsqueeze(1)
+        let mut latents = self.norm.forward(&part(&compressed, 2, 0..rank)?)?;
+        if let Some(scales) = self.config.latent_scales() {
+            latents = (latents * scales.keys_and_values)?;
+        }
+        if rope == 0 {
+            return latents.unsqueeze(1);
+        }
+        let shared_keys = self.additions.normalised(part(&compressed, 2, rank..rank + rope)?.unsqueeze(2)?)?;
+        Tensor::cat(&[&latents, &rotated(shared_keys, rotation)?.squeeze(2)?], 2)?.unsqueeze(1)
     }
 
-    /// Returns the queries (B, H, T, nope + rope) of compressed queries, or of inputs if these are not compressed; (B,
-    /// H, T, rank + rope) if they absorb the matrix of keys.
-    fn project_queries(&self, compressed: &Tensor, rotation: Option<&Rotation>, absorbs: bool) -> Result<Tensor> {
+    /// Compresses the inputs (B, T, E) of queries, if the layer does that.
+    fn compress_queries(&self, xs: &Tensor) -> Result<CompressedQueries> {
+        let Some(QueryCompression { down, norm }) = &self.compression else {
+            return Ok(CompressedQueries { latents: xs.clone(), with_gate: xs.clone() });
+        };
+        let narrow = down.forward(xs)?;
+        let mut latents = norm.forward(&narrow)?;
+        if let Some(scales) = self.config.latent_scales() {
+            latents = (latents * scales.queries)?;
+        }
+        let with_gate =
+            if self.config.has_fused_gate() { Tensor::cat(&[&latents, &narrow], 2)? } else { latents.clone() };
+        Ok(CompressedQueries { latents, with_gate })
+    }
+
+    /// Returns the queries of compressed queries, or of inputs if these are not compressed, and the projection of a
+    /// gate that is fused with them.
+    fn project_queries(
+        &self,
+        inputs: &Tensor,
+        positions: PositionsOfQueries,
+        absorbs: bool,
+    ) -> Result<ProjectedQueries> {
         let cfg = &self.config;
-        let (b, t, _) = compressed.dims3()?;
-        let q = self.queries.forward(compressed)?.reshape((b, t, cfg.num_heads(), cfg.head_dim()))?;
+        let (b, t, _) = inputs.dims3()?;
+        let (h, width) = (cfg.num_heads(), cfg.head_dim());
+        let q = self.queries.forward(inputs)?.reshape((b, t, h, cfg.query_row_width()))?;
+        let mut fused_gate = None;
+        if cfg.has_fused_gate() {
+            let gate = part(&q, 3, width..width + cfg.value_head_dim())?;
+            fused_gate = Some(gate.contiguous()?.reshape((b, t, h * cfg.value_head_dim()))?);
+        }
         let nope = part(&q, 3, 0..cfg.nope_head_dim())?;
-        let nope = if absorbs { self.absorb(&nope)? } else { nope.contiguous()? };
-        let rope = rotated(part(&q, 3, cfg.nope_head_dim()..cfg.head_dim())?, rotation)?;
-        Tensor::cat(&[nope, rope], 3)?.transpose(1, 2)
+        let mut heads = if absorbs { self.absorb(&nope)? } else { nope.contiguous()? };
+        if cfg.rope_head_dim() > 0 {
+            let rope = rotated(part(&q, 3, cfg.nope_head_dim()..width)?, positions.rotation)?;
+            heads = Tensor::cat(&[heads, rope], 3)?;
+        }
+        if let (Some(temperature), Some(logs)) = (&self.additions.temperature, positions.logs) {
+            heads = temperature.scaled(&heads, logs)?;
+        }
+        Ok(ProjectedQueries { q: heads.transpose(1, 2)?, fused_gate })
     }
 
     /// Returns queries (B, T, H, nope + rope) as (B, T, H, rank + rope), which absorb the matrix of keys.
     pub(super) fn absorbing_queries(&self, queries: &Tensor) -> Result<Tensor> {
         let cfg = &self.config;
         let nope = self.absorb(&part(queries, 3, 0..cfg.nope_head_dim())?)?;
+        if cfg.rope_head_dim() == 0 {
+            return Ok(nope);
+        }
         Tensor::cat(&[nope, part(queries, 3, cfg.nope_head_dim()..cfg.head_dim())?.contiguous()?], 3)
     }
 
-    /// Projects the attention output of a call to the layer's output (B, T, E).
-    fn project_output(&self, output: &Tensor, absorbs: bool, residual: Option<&Tensor>) -> Result<Tensor> {
+    /// Projects the attention output of a call to the layer's output (B, T, E), with the layer's gate, whose projection
+    /// is (B, T, H · D_v) or (B, T, H).
+    fn project_output(
+        &self,
+        output: &Tensor,
+        absorbs: bool,
+        gate: Option<&Tensor>,
+        residual: Option<&Tensor>,
+    ) -> Result<Tensor> {
         let heads = transpose_linked(output, 1, 2)?;
-        let values = if absorbs { self.values_of(&heads)? } else { heads };
+        let mut values = if absorbs { self.values_of(&heads)? } else { heads };
+        if let (Some(gate), Some(projected)) = (self.config.output_gate(), gate) {
+            values = gated(&values, gate, projected)?;
+        }
         let (b, t, h, d_v) = values.dims4()?;
         self.out.product(&reshape_linked(&values, (b, t, h * d_v))?, 0..self.out.out_dim(), residual)
     }
+}
+
+/// The source of the keys that the queries of a call attend to.
+enum ChoiceOf {
+    /// The layer's indexer, by these queries.
+    Indexer(IndexQueries),
+    /// The indexer of an earlier layer, which chose these.
+    EarlierLayer(KeyLists),
+}
+
+/// A choice of the keys of a call, which reads some columns of the stored rows.
+struct CallChoice {
+    of: ChoiceOf,
+    columns: Range<usize>,
 }
 
 /// The checked inputs of a call.
@@ -277,8 +439,34 @@ struct CheckedLatentInput {
     rotation: Option<Rotation>,
     /// The rotation of the indexer, likewise.
     index_rotation: Option<Rotation>,
+    /// The logarithms of the positions, (1, T, 1, 1) or (B, T, 1, 1), if the layer has a learned temperature.
+    log_positions: Option<Tensor>,
     /// (B, T, E).
     residual: Option<Tensor>,
+}
+
+/// The inputs of the projection to queries.
+struct CompressedQueries {
+    /// (B, T, q_lora_rank) after the norm; the input of the layer, if queries are not compressed.
+    latents: Tensor,
+    /// These latents, followed by the compressed queries before the norm if a gate is fused with the queries.
+    with_gate: Tensor,
+}
+
+/// The queries of a call.
+struct ProjectedQueries {
+    /// (B, H, T, nope + rope), or (B, H, T, rank + rope) if queries absorb the matrix of keys.
+    q: Tensor,
+    /// The projection of a gate that is fused with the queries, (B, T, H · D_v).
+    fused_gate: Option<Tensor>,
+}
+
+/// The rotation and the logarithms of positions of the queries of a call.
+#[derive(Clone, Copy)]
+struct PositionsOfQueries<'a> {
+    rotation: Option<&'a Rotation>,
+    /// The logarithms of the positions.
+    logs: Option<&'a Tensor>,
 }
 
 /// Returns heads (B, T, heads, rope) after their rotation, if the layer rotates, as a contiguous tensor.

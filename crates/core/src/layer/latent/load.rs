@@ -1,14 +1,13 @@
 //! Loading of a layer: its weights by name, some of its heads, or projections that a caller has.
 
-use std::sync::Arc;
-
 use candle_core::Result;
 use candle_nn::VarBuilder;
 
+use super::additions::Additions;
 use super::{LayerIndexer, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OP, QueryCompression};
-use crate::layer::indexer::{DeepSeekIndexer, IndexerShape};
+use crate::layer::indexer::{IndexerShape, load_indexer};
 use crate::mask::AttentionMask;
-use crate::position::RotaryEmbedding;
+use crate::position::{RopeConfig, RotaryEmbedding};
 use candle_attention_modules::base::{HeadCounts, HeadShard, Heads, ParameterReader, Share, WholeTensors};
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::{Norm, QkNormKind};
@@ -34,7 +33,8 @@ pub struct LatentProjections {
 
 impl MultiHeadLatentAttention {
     /// Loads a layer with DeepSeek's names below the builder's prefix: `q_proj`, or `q_a_proj`, `q_a_layernorm` and
-    /// `q_b_proj` where queries are compressed; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`.
+    /// `q_b_proj` where queries are compressed; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`. The
+    /// options of the config name their own parameters.
     ///
     /// Plain tensors are read now, variables in every call, so that the layer learns with them.
     ///
@@ -74,24 +74,37 @@ impl MultiHeadLatentAttention {
         let h = cfg.num_heads();
         let embed_dim = cfg.embed_dim();
         let rank = cfg.kv_lora_rank();
-        let query_width = h.saturating_mul(cfg.head_dim());
+        let query_width = h.saturating_mul(cfg.query_row_width());
         let down_shape = (rank.saturating_add(cfg.rope_head_dim()), embed_dim);
         let up_shape = (h.saturating_mul(cfg.nope_head_dim().saturating_add(cfg.value_head_dim())), rank);
         let out_shape = (embed_dim, h.saturating_mul(cfg.value_head_dim()));
         Self::build(cfg, source, |heads| {
             let (compression, queries) = match cfg.q_lora_rank() {
-                Some(q_rank) => (
-                    Some(heads.linear("q_a_proj", (q_rank, embed_dim), cfg.bias(), None)?.try_into()?),
-                    heads.linear("q_b_proj", (query_width, q_rank), false, Some(ROWS))?.try_into()?,
-                ),
-                None => (None, heads.linear("q_proj", (query_width, embed_dim), false, Some(ROWS))?.try_into()?),
+                Some(q_rank) => {
+                    // A gate that is fused with the queries reads them before their norm too.
+                    let (name, width) = match cfg.has_fused_gate() {
+                        true => (stored_module(heads, &["q_gate_proj", "q_b_proj"]), q_rank.saturating_mul(2)),
+                        false => ("q_b_proj", q_rank),
+                    };
+                    (
+                        Some(heads.linear("q_a_proj", (q_rank, embed_dim), cfg.bias(), None)?.try_into()?),
+                        heads.linear(name, (query_width, width), false, Some(ROWS))?.try_into()?,
+                    )
+                }
+                None => {
+                    let name = stored_module(heads, &["q_proj", "wq"]);
+                    (None, heads.linear(name, (query_width, embed_dim), false, Some(ROWS))?.try_into()?)
+                }
             };
+            let down = stored_module(heads, &["kv_a_proj_with_mqa", "wkv_a_with_mqa"]);
+            let up = stored_module(heads, &["kv_b_proj", "wkv_b"]);
+            let out = stored_module(heads, &["o_proj", "wo"]);
             Ok(LatentProjections {
                 compression,
                 queries,
-                down: heads.linear("kv_a_proj_with_mqa", down_shape, cfg.bias(), None)?.try_into()?,
-                up: heads.linear("kv_b_proj", up_shape, false, Some(ROWS))?.try_into()?,
-                out: heads.linear("o_proj", out_shape, cfg.bias(), Some(COLUMNS))?.try_into()?,
+                down: heads.linear(down, down_shape, cfg.bias(), None)?.try_into()?,
+                up: heads.linear(up, up_shape, false, Some(ROWS))?.try_into()?,
+                out: heads.linear(out, out_shape, cfg.bias(), Some(COLUMNS))?.try_into()?,
             })
         })
     }
@@ -119,13 +132,14 @@ impl MultiHeadLatentAttention {
             compression,
             queries,
             down,
-            norm: norm("kv_a_layernorm", cfg.kv_lora_rank())?,
+            norm: norm(stored_module(&source, &["kv_a_layernorm", "kv_a_norm"]), cfg.kv_lora_rank())?,
             up,
             absorbing: Vec::new(),
             out,
-            rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,
+            rotary: rotary(cfg.rope(), cfg.rope_head_dim())?,
+            additions: Additions::load(cfg, &source)?,
             indexer: LayerIndexer::load(cfg, &source)?,
-            mask: if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() },
+            mask: layer_mask(cfg),
             dtype: source.vb.dtype(),
             config,
         };
@@ -136,10 +150,38 @@ impl MultiHeadLatentAttention {
 impl LayerIndexer {
     /// Reads the indexer of a layer, if it has one.
     fn load(cfg: &MultiHeadLatentAttentionConfig, source: &ParameterReader) -> Result<Option<Self>> {
-        let (Some(own), Some(q_lora_rank)) = (cfg.indexer(), cfg.q_lora_rank()) else { return Ok(None) };
-        let shape = IndexerShape { embed_dim: cfg.embed_dim(), q_lora_rank, rope_head_dim: cfg.rope_head_dim() };
-        let module = DeepSeekIndexer::load(own, shape, &source.pp("indexer"))?;
+        let Some(own) = cfg.indexer() else { return Ok(None) };
+        let shape = IndexerShape {
+            embed_dim: cfg.embed_dim(),
+            q_lora_rank: cfg.q_lora_rank(),
+            rope_head_dim: if cfg.rotates() { cfg.rope_head_dim() } else { 0 },
+        };
+        let module = load_indexer(own, shape, &source.pp("indexer"))?;
         let rope = cfg.rope().clone().with_style(own.rope_style);
-        Ok(Some(Self { module: Arc::new(module), rotary: RotaryEmbedding::new(&rope, cfg.rope_head_dim())? }))
+        Ok(Some(Self { module, rotary: rotary(&rope, shape.rope_head_dim)? }))
+    }
+}
+
+/// Returns the first of the names of a module whose weight is in the file, or else the first name. Published
+/// checkpoints of Mistral Large 4 and A.X K2 have other names than transformers.
+fn stored_module<'n>(source: &ParameterReader, names: &[&'n str]) -> &'n str {
+    let is_there = |name: &&&str| source.has(&format!("{name}.weight"));
+    names.iter().find(is_there).unwrap_or(&names[0])
+}
+
+/// Returns the tables of the parts of heads that rotate; `None` if no part does.
+fn rotary(rope: &RopeConfig, rope_head_dim: usize) -> Result<Option<RotaryEmbedding>> {
+    if rope_head_dim == 0 {
+        return Ok(None);
+    }
+    RotaryEmbedding::new(rope, rope_head_dim).map(Some)
+}
+
+/// Returns the mask that a layer's config describes.
+fn layer_mask(cfg: &MultiHeadLatentAttentionConfig) -> AttentionMask {
+    let mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
+    match cfg.window() {
+        Some(window) => mask.with_window(window),
+        None => mask,
     }
 }

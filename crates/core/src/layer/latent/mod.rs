@@ -1,21 +1,24 @@
 //! Multi-head latent attention: keys and values are computed from one narrow latent for each token.
 
+mod additions;
 mod config;
 mod forward;
 mod load;
+mod options;
 mod pages;
 #[cfg(test)]
 mod tests;
 mod up;
+mod validate;
 
-pub use config::MultiHeadLatentAttentionConfig;
+pub use config::{LatentScales, MultiHeadLatentAttentionConfig};
 pub use load::LatentProjections;
 
 pub(super) use pages::LatentPages;
 
 use std::sync::Arc;
 
-use candle_core::{DType, Module, ModuleT, Result, Tensor};
+use candle_core::{DType, ModuleT, Result, Tensor};
 
 use super::LayerOutput;
 use super::indexer::KeyIndexer;
@@ -23,6 +26,7 @@ use super::input::AttentionInput;
 use crate::mask::AttentionMask;
 use crate::position::RotaryEmbedding;
 use crate::sdpa::{AttentionOutput, AttentionStatistics, Plan, StatisticsOptions};
+use additions::Additions;
 use candle_attention_call::RequestedResults;
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::Norm;
@@ -90,7 +94,9 @@ pub struct MultiHeadLatentAttention {
     /// The transposed rows of each head's key, (rank, nope), if `up` is packed.
     absorbing: Vec<PackedLinear>,
     out: PackedLinear,
-    rotary: RotaryEmbedding,
+    /// The tables of the parts that rotate, if there are such.
+    rotary: Option<RotaryEmbedding>,
+    additions: Additions,
     indexer: Option<LayerIndexer>,
     mask: AttentionMask,
     /// The dtype of inputs.
@@ -101,7 +107,7 @@ pub struct MultiHeadLatentAttention {
 #[derive(Debug, Clone)]
 struct LayerIndexer {
     module: Arc<dyn KeyIndexer>,
-    rotary: RotaryEmbedding,
+    rotary: Option<RotaryEmbedding>,
 }
 
 /// The projection that compresses queries, and the norm after it.
@@ -112,11 +118,6 @@ struct QueryCompression {
 }
 
 impl QueryCompression {
-    /// Returns (B, T, q_lora_rank) of inputs (B, T, E).
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.norm.forward(&self.down.forward(xs)?)
-    }
-
     /// Returns a copy that does not follow variables.
     fn freeze(&self) -> Result<Self> {
         Ok(Self { down: self.down.freeze()?, norm: self.norm.freeze()? })
@@ -124,13 +125,35 @@ impl QueryCompression {
 }
 
 impl MultiHeadLatentAttention {
-    /// Replaces the layer's tables of cosines and sines by those that it shares with other layers.
+    /// Replaces the layer's tables of cosines and sines by those that it shares with other layers. A layer with
+    /// [frequency factors](Self::with_frequency_factors) keeps them, and shares no tables.
     ///
     /// # Errors
     /// If the tables do not have the layer's config, for heads of `rope_head_dim`.
     pub fn with_rotary(self, rotary: RotaryEmbedding) -> Result<Self> {
         rotary.check_config(OP, self.config.rope(), self.config.rope_head_dim())?;
-        Ok(Self { rotary, ..self })
+        let rotary = match &self.rotary {
+            Some(own) => rotary.with_factors_of(own),
+            None => rotary,
+        };
+        Ok(Self { rotary: Some(rotary), ..self })
+    }
+
+    /// Multiplies the rotary frequencies of the layer, and of its indexer, by factors (rope_head_dim / 2,) that the
+    /// layers of a model share ([`RotaryEmbedding::with_frequency_factors`]).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn with_frequency_factors(mut self, factors: &Tensor) -> Result<Self> {
+        if let Some(rotary) = self.rotary.take() {
+            self.rotary = Some(rotary.with_frequency_factors(factors)?);
+        }
+        if let Some(indexer) = &mut self.indexer
+            && let Some(rotary) = indexer.rotary.take()
+        {
+            indexer.rotary = Some(rotary.with_frequency_factors(factors)?);
+        }
+        Ok(self)
     }
 
     /// Returns a copy for inference: the current weights are packed, and gradients are not tracked.
@@ -154,6 +177,7 @@ impl MultiHeadLatentAttention {
             queries: self.queries.freeze()?,
             down: self.down.freeze()?,
             norm: self.norm.freeze()?,
+            additions: self.additions.freeze()?,
             up: self.up.freeze()?,
             out: self.out.freeze()?,
             ..self.clone()

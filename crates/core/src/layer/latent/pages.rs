@@ -127,6 +127,7 @@ impl LatentPages<'_> {
         // Results besides the output, and dropout, are for one call. Lists of keys are for all queries.
         let is_one_call = wanted != RequestedResults::default() || options.drops() || mask.has_key_lists();
         let chooses_keys = self.index_queries.is_some();
+        let most_keys = self.layer.config.indexer().map(|indexer| indexer.most_keys());
         if chooses_keys && is_one_call {
             bail!(
                 "[{OP}] a call with pages of a layer with an indexer has weights, statistics, dropout or key lists, \
@@ -138,7 +139,7 @@ impl LatentPages<'_> {
         for s in 0..sequences.len() {
             let t_q = sequences.queries(s).len();
             let keys = sequences.keys(s);
-            let absorbs = self.absorbs.unwrap_or_else(|| self.layer.config.absorbs(t_q, keys.end));
+            let absorbs = self.absorbs.unwrap_or_else(|| self.layer.config.absorbs(t_q, keys.end, most_keys));
             if t_q == 0 {
                 continue;
             }
@@ -201,9 +202,9 @@ impl LatentPages<'_> {
         if let Some(queries) = &self.index_queries {
             let own = IndexQueries {
                 q: rows_of(&queries.q, &part.queries)?,
-                weights: rows_of(&queries.weights, &part.queries)?,
+                weights: queries.weights.as_ref().map(|weights| rows_of(weights, &part.queries)).transpose()?,
             };
-            of_sequence = layer.with_chosen_keys(of_sequence, &own, &layer.index_keys_of(&latents)?)?;
+            of_sequence = layer.with_keys_of_indexer(of_sequence, &own, &layer.index_keys_of(&latents)?)?;
         }
         let KvFloats { k, v } =
             if part.absorbs { layer.without_index_keys(&latents)? } else { layer.expand(&latents)? };

@@ -232,6 +232,6 @@ fn long_prompts_expand_and_short_calls_absorb() {
         (512, 512, false),
         (4096, 4096, false),
     ] {
-        assert_eq!(cfg.absorbs(t_q, t_kv), expected, "{t_q} queries, {t_kv} keys");
+        assert_eq!(cfg.absorbs(t_q, t_kv, None), expected, "{t_q} queries, {t_kv} keys");
     }
 }

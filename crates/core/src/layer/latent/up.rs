@@ -83,8 +83,11 @@ impl MultiHeadLatentAttention {
         let is_wider = dtype == DType::F32 && matches!(self.up.dtype(), DType::BF16 | DType::F16);
         let latents = if is_wider { latents } else { latents.to_dtype(self.up.dtype())? };
         let heads = self.up.forward(&latents)?.to_dtype(dtype)?.reshape((b, t, h, nope + value))?;
-        let shared = part(rows, 3, rank..rank + rope)?.transpose(1, 2)?.broadcast_as((b, t, h, rope))?;
-        let keys = Tensor::cat(&[part(&heads, 3, 0..nope)?.contiguous()?, shared.contiguous()?], 3)?;
+        let mut keys = part(&heads, 3, 0..nope)?;
+        if rope > 0 {
+            let shared = part(rows, 3, rank..rank + rope)?.transpose(1, 2)?.broadcast_as((b, t, h, rope))?;
+            keys = Tensor::cat(&[keys.contiguous()?, shared.contiguous()?], 3)?;
+        }
         let values = part(&heads, 3, nope..nope + value)?;
         Ok(KvFloats { k: keys.transpose(1, 2)?, v: values.transpose(1, 2)? })
     }

@@ -172,7 +172,12 @@ impl RotaryEmbedding {
     fn angles(&self, length: usize, rows: usize, position: impl Fn(usize, usize) -> f32 + Sync) -> Arc<Angles> {
         let half = self.half();
         let factor = attention_factor(self.config.scaling()) as f32;
-        let pairs = frequencies(&self.config, half, length);
+        let mut pairs = frequencies(&self.config, half, length);
+        if let Some(factors) = &self.frequency_factors {
+            for (pair, own) in pairs.iter_mut().zip(factors.iter()) {
+                pair.frequency *= own;
+            }
+        }
         let mut all_cos = vec![0.0; rows * half];
         let mut all_sin = vec![0.0; rows * half];
         let rows_of_task = TASK_ENTRIES.div_ceil(half);

@@ -54,6 +54,8 @@ pub struct RotaryEmbedding {
     tables: Arc<Tables>,
     /// A table of the caller, which has a row for each position and does not grow.
     given: Option<Arc<Angles>>,
+    /// Factors on the frequencies of the r/2 pairs.
+    frequency_factors: Option<Arc<[f32]>>,
 }
 
 impl RotaryEmbedding {
@@ -63,7 +65,37 @@ impl RotaryEmbedding {
     /// As [`RopeConfig::validate`].
     pub fn new(config: &RopeConfig, head_dim: usize) -> Result<Self> {
         config.validate(head_dim)?;
-        Ok(Self { config: config.clone(), head_dim, tables: Arc::default(), given: None })
+        Ok(Self { config: config.clone(), head_dim, tables: Arc::default(), given: None, frequency_factors: None })
+    }
+
+    /// Multiplies the frequency of each of the r/2 pairs by a factor, (r/2,), that a model learned (Mistral Large 4).
+    ///
+    /// ```
+    /// use candle_attention::{RopeConfig, RotaryEmbedding};
+    /// use candle_core::{Device, Tensor};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let rotary = RotaryEmbedding::new(&RopeConfig::new(10_000.0), 4)?;
+    /// let doubled = rotary.clone().with_frequency_factors(&Tensor::new(&[2f32, 2.], &Device::Cpu)?)?;
+    /// let q = Tensor::rand(0f32, 1., (1, 1, 1, 4), &Device::Cpu)?;
+    /// let difference = (doubled.apply_from(&q, 3)? - rotary.apply_from(&q, 6)?)?;
+    /// assert!(difference.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// For another shape or dtype, for factors that are tracked for gradients, which do not flow into them, and for
+    /// given tables.
+    pub fn with_frequency_factors(self, factors: &Tensor) -> Result<Self> {
+        let found = Expect::one("rope", "frequency factors", factors);
+        found.shape(&[Dim::Named("r/2", self.half())])?.float("")?;
+        if factors.track_op() {
+            bail!("[rope] the frequency factors are tracked for gradients, which do not flow into them")
+        }
+        if self.given.is_some() {
+            bail!("[rope] frequency factors are given with tables of cosines and sines, expected one of the two")
+        }
+        let frequency_factors = Some(to_vec::<f32>(factors)?.into());
+        Ok(Self { tables: Arc::default(), frequency_factors, ..self })
     }
 
     /// Returns the rotary embedding of given tables of cosines and sines, (P, r/2) each: row p is for position p, and
@@ -110,6 +142,16 @@ impl RotaryEmbedding {
         Ok(Self { given: Some(Arc::new(given)), ..embedding })
     }
 
+    /// Returns these tables, or tables with the frequency factors of another embedding if it has some.
+    pub(crate) fn with_factors_of(self, other: &Self) -> Self {
+        match &other.frequency_factors {
+            Some(factors) => {
+                Self { tables: Arc::default(), frequency_factors: Some(factors.clone()), given: None, ..self }
+            }
+            None => self,
+        }
+    }
+
     /// Returns the config.
     pub fn config(&self) -> &RopeConfig {
         &self.config
@@ -122,6 +164,9 @@ impl RotaryEmbedding {
 
     /// Checks that the config and the width of heads are these; `op` is for the error.
     pub(crate) fn check_config(&self, op: &str, rope: &RopeConfig, d: usize) -> Result<()> {
+        if self.frequency_factors.is_some() {
+            bail!("[{op}] rotary tables have frequency factors, expected tables of {rope:?} alone")
+        }
         if rope != self.config() || d != self.head_dim() {
             bail!(
                 "[{op}] rotary tables are of {:?} and heads of {}, expected {rope:?} and heads of {d}",
