@@ -243,7 +243,7 @@ impl Latent {
         let shared_choice = matches!(choice, LayerChoice::EarlierLayer);
         let indexer = if let LayerChoice::Indexer(own) = choice { Some(own) } else { None };
         // A model whose indexer reads the input compresses no queries, also if its config says so.
-        let reads_input = self.indexer.is_some_and(|indexer| indexer.queries == IndexerQueries::NormalizedInput);
+        let reads_input = self.indexer.is_some_and(|own| own.queries == IndexerQueries::NormalizedInput);
         let q_lora_rank = if reads_input { None } else { fields.nullable("q_lora_rank", self.q_lora_rank)? };
         let kv_lora_rank = fields.get_or("kv_lora_rank", self.kv_lora_rank)?;
         let scale_of = |rank: usize| (embed_dim as f64 / rank as f64).sqrt();

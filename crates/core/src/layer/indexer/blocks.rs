@@ -37,7 +37,7 @@ impl BlockIndexer {
         let BlockIndexerConfig { num_heads, head_dim, norm, .. } = config;
         let prefix = if layer.has("index_q_proj.weight") { "index_" } else { "indexer." };
         let name = |module: &str| format!("{prefix}{module}");
-        let read = |module: &str| Norm::load(norm.kind, norm.eps, head_dim, false, &layer.pp(&name(module)));
+        let read = |module: &str| Norm::load(norm.kind, norm.eps, head_dim, false, &layer.pp(name(module)));
         let linear = |module: &str, outputs: usize| -> Result<PackedLinear> {
             layer.linear(&name(module), (outputs, embed_dim), false, None)?.try_into()
         };

@@ -272,9 +272,10 @@ impl Rotation {
             RopeStyle::RotateHalf => {
                 let half = cosines.len() / self.parts;
                 let parts = head.chunks_exact_mut(2 * half);
-                for ((part, cosines), sines) in parts.zip(cosines.chunks_exact(half)).zip(sines.chunks_exact(half)) {
+                let angles_of_parts = cosines.chunks_exact(half).zip(sines.chunks_exact(half));
+                for (part, (own_cosines, own_sines)) in parts.zip(angles_of_parts) {
                     let (first, second) = part.split_at_mut(half);
-                    for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cosines).zip(sines) {
+                    for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(own_cosines).zip(own_sines) {
                         (*x, *y) = rotated(*x, *y, cos, sin);
                     }
                 }
