@@ -53,17 +53,19 @@ if [ $# -gt 0 ]; then exec "$@"; fi
 
 # Compiling Candle optimised takes longer than its tests do without.
 level=profile.dev.package
-build=(-p candle-attention -p candle-attention-tests -p candle-attention-compare --features plot,metal
+build=(-p candle-attention -p candle-attention-tests -p candle-attention-compare
+    --features plot,metal,candle-attention-tests/metal-standin
     --config $level.candle-core.opt-level=0 --config $level.candle-nn.opt-level=0
     --config $level.candle-attention-modules.opt-level=0)
 on_each_device=(--test attention --test cache --test errors --test golden)
 on_one_device=(--test cache --test hf --test peft --test weights)
 examples=(--example causal_lm --example image_embedding --example rerank --example sentence_embedding)
 cargo build "${build[@]}" "${on_each_device[@]}" "${on_one_device[@]}" --test examples "${examples[@]}" --bin device_check
-# Fewer random cases than on the CPU, whose own tests draw the same ones.
+# Fewer random cases than on the CPU, whose own tests draw the same ones. The kernels of this crate run on the emulator.
 export PROPTEST_CASES=20 CACHE_CASES=1
 cargo test "${build[@]}" "${on_each_device[@]}" metal::
-export TEST_DEVICE=metal
+# Whole models would take long on the emulator.
+export TEST_DEVICE=metal CANDLE_ATTENTION_METAL_KERNELS=0
 # `short_calls` makes the calls of `layers::metal` in more orders, which takes long.
 cargo test "${build[@]}" "${on_one_device[@]}" -- --skip cpu:: --skip metal:: --skip short_calls
 EXAMPLE_BUILD_ARGS=${build[*]} cargo test "${build[@]}" --test examples -- examples_match_transformers attention_map_is_drawn

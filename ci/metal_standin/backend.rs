@@ -36,6 +36,18 @@ pub struct MetalStorage {
     dtype: DType,
 }
 
+thread_local! {
+    static LAUNCHES: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+impl MetalDevice {
+    /// Returns the number of kernels that the operations of the current thread would have launched on Metal: one for
+    /// each operation and each copy on the device.
+    pub fn launches_of_thread() -> usize {
+        LAUNCHES.get()
+    }
+}
+
 #[derive(thiserror::Error, Debug)]
 pub enum MetalError {
     #[error("{0}")]
@@ -60,11 +72,19 @@ impl MetalStorage {
         self.buffer.read().unwrap().clone()
     }
 
-    fn made(&self, storage: CpuStorage) -> Result<Self> {
-        Ok(Self::of_cpu(storage, &self.device))
+    /// Returns the result of a kernel.
+    pub fn launched(storage: CpuStorage, device: &MetalDevice) -> Self {
+        LAUNCHES.set(LAUNCHES.get() + 1);
+        Self::of_cpu(storage, device)
     }
 
+    fn made(&self, storage: CpuStorage) -> Result<Self> {
+        Ok(Self::launched(storage, &self.device))
+    }
+
+    /// Changes the buffer by a kernel.
     fn write<R>(&self, f: impl FnOnce(&mut CpuStorage) -> R) -> R {
+        LAUNCHES.set(LAUNCHES.get() + 1);
         f(Arc::make_mut(&mut self.buffer.write().unwrap()))
     }
 

@@ -13,7 +13,7 @@ fn is_float(dtype: DType) -> bool {
 /// Returns the result of the CPU as a buffer on the device of an input.
 fn made(of: &MetalStorage, result: Result<(CpuStorage, Shape)>) -> Made {
     let (storage, shape) = result?;
-    Ok((MetalStorage::of_cpu(storage, of.device()), shape))
+    Ok((MetalStorage::launched(storage, of.device()), shape))
 }
 
 /// Computes `sigmoid` (ops.rs:138).
@@ -161,5 +161,5 @@ pub fn sdpa(qkv: [Metal; 3], has_mask: bool, causal: bool, scale: f32, softcap: 
     let storage = CpuStorage::F32(out);
     let flat = Layout::contiguous(shape.clone());
     let storage = if q.dtype() == DType::F32 { storage } else { storage.to_dtype(&flat, q.dtype())? };
-    Ok((MetalStorage::of_cpu(storage, q.device()), shape))
+    Ok((MetalStorage::launched(storage, q.device()), shape))
 }

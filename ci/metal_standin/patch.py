@@ -62,7 +62,7 @@ SORT = """\
         use crate::backend::BackendStorage;
         crate::dummy_metal_backend::limits::arg_sort(storage, self.asc, self.last_dim)?;
         let (result, shape) = self.cpu_fwd(&storage.numbers(), layout)?;
-        Ok((crate::MetalStorage::of_cpu(result, storage.device()), shape))
+        Ok((crate::MetalStorage::launched(result, storage.device()), shape))
     }
 
 """

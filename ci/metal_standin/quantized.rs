@@ -31,7 +31,7 @@ impl QMetalStorage {
     }
 
     pub fn dequantize(&self, elem_count: usize) -> Result<MetalStorage> {
-        Ok(MetalStorage::of_cpu(self.blocks.dequantize(elem_count)?, &self.device))
+        Ok(MetalStorage::launched(self.blocks.dequantize(elem_count)?, &self.device))
     }
 
     /// Quantises numbers in f32. The real backend (:134) reads the bytes of any buffer as f32, without a check.
@@ -71,7 +71,7 @@ impl QMetalStorage {
         }
         let ids = ids.numbers();
         let ids = &ids.as_slice::<u32>()?[ids_l.start_offset()..][..ids_l.shape().elem_count()];
-        Ok(MetalStorage::of_cpu(self.blocks.embedding(ids, rows, hidden)?, &self.device))
+        Ok(MetalStorage::launched(self.blocks.embedding(ids, rows, hidden)?, &self.device))
     }
 
     /// Multiplies rows with the weight (:344 `fwd`, :282 `fwd_mv` for one row).
@@ -110,7 +110,7 @@ impl QMetalStorage {
         let transposed = Layout::contiguous((n, k)).transpose(0, 1)?;
         let left = Layout::contiguous_with_offset((rows, k), layout.start_offset());
         let product = storage.numbers().matmul(&weight, (1, rows, n, k), &left, &transposed)?;
-        Ok((MetalStorage::of_cpu(product, &self.device), dims.into()))
+        Ok((MetalStorage::launched(product, &self.device), dims.into()))
     }
 
     pub fn data(&self) -> Result<Vec<u8>> {

@@ -145,7 +145,8 @@ fn packed_relative_bias_rejects_positions_of_caller(device: &Device) -> Result<(
         let call = AttentionInput::new(&xs).with_packed(&sequences);
         let call = if kind.is_self(1, 1) { call } else { call.with_key_value(&keys, &keys) };
         let planned = layer.as_multi_head().expect("of many heads").plan(&call)?;
-        assert_eq!(planned.backend == Backend::Fused, device.is_cpu());
+        // On Metal, kernels may be off.
+        assert!(device.is_metal() || (planned.backend == Backend::Fused) == device.is_cpu(), "{planned}");
         let text = error_text(layer.run(call.with_positions(&positions)));
         assert!(text.contains("positions were given with packed sequences"), "{text}");
     }

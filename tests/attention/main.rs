@@ -71,6 +71,8 @@ mod dropout;
 mod gradients;
 mod isolation;
 mod key_lists;
+#[cfg(feature = "metal-standin")]
+mod launches;
 mod layer;
 mod layer_gradients;
 mod layer_packed;
