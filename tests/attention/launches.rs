@@ -61,7 +61,7 @@ mod metal {
             found.push(of_token(own, cache, Backend::Auto, &device)?);
         }
         let expected =
-            [launches(23, 2), launches(0, 0), launches(0, 0), launches(0, 0), launches(0, 0), launches(0, 0)];
+            [launches(23, 2), launches(2, 3), launches(26, 4), launches(2, 5), launches(68, 4), launches(40, 5)];
         assert_eq!(found, expected);
         Ok(())
     }

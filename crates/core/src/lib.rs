@@ -39,7 +39,7 @@ pub mod internal {
         AdaptableModule, AdapterMatrices, GATE_NAME, LayoutTensor, MaskBuffer, OTHER_GATE_NAME, ParameterName,
         ProjectionShape, TensorSource, detect_with, nearest_layout, projection_shape, query_weights, wrapper_prefixes,
     };
-    pub use crate::position::ROTATION_CASE;
+    pub use crate::position::{METAL_ROTATION_CASE, ROTATION_CASE};
     pub use crate::sdpa::{ATTENTION_CASES, METAL_CASES, has_relative_bias, take_alibi_slopes, without_sinks};
 }
 

@@ -10,6 +10,26 @@
 #include "test_elements.h"
 #include "pages.h"
 
+#if KEY_CODES
+#ifndef CODE_FORMAT // of the Metal kernels: 0 bytes, 1 E4M3, 2 four bits
+#define CODE_FORMAT 0
+#endif
+// The bytes of the codes, and the scales, of a row of `width` numbers.
+inline int code_bytes(int width) { return CODE_FORMAT == 2 ? width / 2 : width; }
+inline int scale_count(int width) { return CODE_FORMAT == 2 && width % 64 == 0 ? width / 64 : 1; }
+// E4M3: a sign, 4 bits of exponent and 3 of mantissa.
+inline double e4m3_number(int code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const double size = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+    return code & 128 ? -size : size;
+}
+// A byte of codes; those of NaN are not used.
+inline u8 draw_codes() {
+    const int code = below(256);
+    return CODE_FORMAT == 1 && code % 128 == 127 ? 0 : u8(code);
+}
+#endif
+
 // A tensor (B, H, T, D) with rows of elements, or of codes.
 template <class T> struct Rows {
     int batches, heads, rows, width;
@@ -150,11 +170,16 @@ struct Call {
           q(batches, c.heads, query_count, HEAD_DIM, row_pitch(HEAD_DIM), c.is_bthd, "queries"),
           output(batches, c.heads, query_count, VALUE_DIM, row_pitch(VALUE_DIM), c.is_bthd, "output"),
           output_gradient(batches, c.heads, query_count, VALUE_DIM, row_pitch(VALUE_DIM), c.is_bthd, "output_gradient"),
+#if KEY_CODES
+          k(key_batches(), c.key_heads, key_count, code_bytes(HEAD_DIM), row_pitch(HEAD_DIM), c.is_bthd, "keys"),
+          v(key_batches(), c.key_heads, key_count, code_bytes(VALUE_DIM), row_pitch(VALUE_DIM), c.is_bthd, "values"),
+          k_scales(key_batches(), c.key_heads, key_count, scale_count(HEAD_DIM), scale_count(HEAD_DIM), !c.is_bthd,
+                   "key_scales"),
+          v_scales(key_batches(), c.key_heads, key_count, scale_count(VALUE_DIM), scale_count(VALUE_DIM) + 1, c.is_bthd,
+                   "value_scales"),
+#else
           k(key_batches(), c.key_heads, key_count, HEAD_DIM, row_pitch(HEAD_DIM), c.is_bthd, "keys"),
           v(key_batches(), c.key_heads, key_count, VALUE_DIM, row_pitch(VALUE_DIM), c.is_bthd, "values"),
-#if KEY_CODES
-          k_scales(key_batches(), c.key_heads, key_count, 1, 1, !c.is_bthd, "key_scales"),
-          v_scales(key_batches(), c.key_heads, key_count, 1, 2, c.is_bthd, "value_scales"),
 #endif
           log_sum_exp(rows(), "log_sum_exp"), row_statistics(2 * rows(), "row_statistics"),
           log_sum_exp_gradient(rows(), "log_sum_exp_gradient"),
@@ -192,16 +217,26 @@ struct Call {
     int first_query(int b) const { return c.is_packed ? query_starts[b] : 0; }
     int first_key(int b) const { return c.is_packed ? key_starts[b] : 0; }
 
+#if KEY_CODES
+    // The number of a code; `width` is of the row.
+    static double coded(Rows<u8>& codes, Rows<float>& scales, int b, int head, int row, int column, int width) {
+        const double scale = scales.at(b, head, row, column / (width / scale_count(width)));
+        if (CODE_FORMAT == 1) return e4m3_number(codes.at(b, head, row, column)) * scale;
+        if (CODE_FORMAT == 0) return (double(codes.at(b, head, row, column)) - 128) * scale;
+        const int byte = codes.at(b, head, row, column / 32 * 16 + column % 16);
+        return ((column % 32 < 16 ? byte % 16 : byte / 16) - 7.5) * scale;
+    }
+#endif
     double key(int b, int head, int row, int column) {
 #if KEY_CODES
-        return (double(k.at(b, head, row, column)) - 128) * k_scales.at(b, head, row, 0);
+        return coded(k, k_scales, b, head, row, column, HEAD_DIM);
 #else
         return to_number(k.at(b, head, row, column));
 #endif
     }
     double value(int b, int head, int row, int column) {
 #if KEY_CODES
-        return (double(v.at(b, head, row, column)) - 128) * v_scales.at(b, head, row, 0);
+        return coded(v, v_scales, b, head, row, column, VALUE_DIM);
 #else
         return to_number(v.at(b, head, row, column));
 #endif
@@ -255,10 +290,11 @@ inline void Call::draw_numbers() {
     q.fill([] { return to_element(normal()); });
     output_gradient.fill([] { return to_element(normal()); });
 #if KEY_CODES
-    k.fill([] { return u8(below(256)); });
-    v.fill([] { return u8(below(256)); });
-    k_scales.fill([] { return float(0.01 * (1.5 + normal() / 8)); });
-    v_scales.fill([] { return float(0.01 * (1.5 + normal() / 8)); });
+    k.fill(draw_codes);
+    v.fill(draw_codes);
+    const double size = CODE_FORMAT == 2 ? 0.15 : 0.01;
+    k_scales.fill([&] { return float(size * (1.5 + normal() / 8)); });
+    v_scales.fill([&] { return float(size * (1.5 + normal() / 8)); });
 #else
     k.fill([] { return to_element(normal()); });
     v.fill([] { return to_element(normal()); });
@@ -397,7 +433,8 @@ inline void Call::poison() {
             for (int j = 0; j < key_count; j++) {
                 if (is_used[b][j]) continue;
 #if KEY_CODES
-                k_scales.at(b, h, j, 0) = v_scales.at(b, h, j, 0) = NAN;
+                for (int n = 0; n < k_scales.width; n++) k_scales.at(b, h, j, n) = NAN;
+                for (int n = 0; n < v_scales.width; n++) v_scales.at(b, h, j, n) = NAN;
 #else
                 for (int d = 0; d < HEAD_DIM; d++) k.at(b, h, j, d) = to_element(NAN);
                 for (int d = 0; d < VALUE_DIM; d++) v.at(b, h, j, d) = to_element(NAN);
@@ -411,7 +448,7 @@ inline void Call::put_special_values() {
         for (int n = 0; n < 6; n++) {
             const int row = key_count - 1 - (n < 4 ? n : below(key_count)), head = below(c.key_heads);
 #if KEY_CODES
-            v_scales.at(b, head, row, 0) = NAN;
+            v_scales.at(b, head, row, below(v_scales.width)) = NAN;
 #else
             const double special = n % 3 == 0 ? NAN : n % 3 == 1 ? INFINITY : -INFINITY;
             for (int d = 0; d < VALUE_DIM; d++)

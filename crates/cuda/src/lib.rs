@@ -63,12 +63,15 @@ pub fn device_name(device: &Device) -> Result<String, Unsupported> {
 pub mod shared {
     pub use crate::arguments::{AttentionArguments, SMALL_BLOCK_THREADS};
     pub use crate::attention::{InputAddresses, layout_strides, row_strides};
-    pub use crate::device::check_dtype;
     #[cfg(feature = "emulator")]
     pub use crate::device::{CpuMemory, cpu_memory, emulator};
-    pub use crate::kernel_pointers::{InputPointer, OutputPointer, Pointee, RowStrides};
-    pub use crate::kernel_struct::{CppType, KernelStruct};
+    pub use crate::device::{KernelArguments, check_dtype};
+    pub use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, Pointee, RowStrides};
+    pub use crate::kernel_struct::{CppType, KernelStruct, StructDefinition, StructHeader};
     pub use crate::program::Define;
+    pub use crate::rows::{
+        ForwardRows, ForwardRowsLaunch, GateArguments, LinearRowsArguments, NormArguments, RotationArguments,
+    };
     pub use crate::source::{join_files, shared_file};
 }
 

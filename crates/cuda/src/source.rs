@@ -89,6 +89,7 @@ pub(crate) fn hash() -> u128 {
 
 /// The files that the Metal kernels share. Their pointers and references have address spaces.
 const SHARED_FILES: &[&str] = &[
+    "activations.cuh",
     "combine_rows.cuh",
     "dropout.cuh",
     "elements.cuh",

@@ -6,7 +6,3 @@
 #undef DECODE_ROWS
 #define DECODE_ROWS DECODE_FRAGMENT_ROWS
 #define DECODE_THREADS FORWARD_THREADS
-
-#if KEY_CODES || KEY_PAGES
-#error "the Metal kernels have no codes and no pages"
-#endif

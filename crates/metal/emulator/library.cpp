@@ -3,10 +3,10 @@
 //   g++ -std=gnu++17 -O1 -fno-strict-aliasing -shared -fPIC -DEMULATOR -DELEMENT=.. -DELEMENT_BYTES=.. -I SOURCES
 //       -I crates/metal/emulator -I crates/cuda/emulator library.cpp
 //
-// SOURCES has attention.metal and run_time_constants.h.
+// SOURCES has kernels.metal, of attention or over rows, and run_time_constants.h.
 #include "metal_on_cpu.h"
 #include "run_time_constants.h"
-#include "attention.metal"
+#include "kernels.metal"
 #include "bridge.h"
 
 EXPORT void emulator_set_constants(const i64* values) {

@@ -120,6 +120,23 @@ mutate "backward: the bias is summed over one head" "$backward -DHAS_BIAS=1 -DBI
 mutate "dropout: words of the next query" "$backward -DHAS_DROPOUT=1" '(u32)(own.first_query + query)' \
     '(u32)(own.first_query + query + 1)'
 mutate "dropout: the backward pass keeps all weights" "$backward -DHAS_DROPOUT=1" 'weight_gradient * kept' 'weight_gradient'
+codes="-DELEMENT=0 -DHEAD_DIM=64 -DVALUE_DIM=32 -DKEY_CODES=1"
+mutate "codes: the scale of a neighbour" "$codes" 'load_scale(own, scales, key + 1, group)' \
+    'load_scale(own, scales, key, group)'
+mutate "codes: scales of keys that are not attended to" "$codes" 'if (key < own.first_key || key >= own.end_key) return 0.0f;' ''
+mutate "codes: special scales are lost" "$codes" 'load_scale(own, own.value_scales, key, column / VALUE_SCALE_COLUMNS);' '1.0f;'
+mutate "codes of E4M3: subnormal numbers" "$codes -DCODE_FORMAT=1" '0.001953125f' '0.0078125f'
+mutate "codes of 4 bits: the halves of a block are swapped" "$codes -DCODE_FORMAT=2" 'column % 32 >= 16 ? 4 : 0' \
+    'column % 32 < 16 ? 4 : 0'
+mutate "codes of 4 bits: one scale for a row" "-DELEMENT=2 -DHEAD_DIM=128 -DKEY_CODES=1 -DCODE_FORMAT=2" \
+    'group) {
+    if (key <' 'group) {
+    group = 0;
+    if (key <'
+mutate "pages: the first page for all keys" "-DELEMENT=1 -DHEAD_DIM=16 -DKEY_PAGES=1" \
+    'load_global(rows.pages + (key >> rows.page_shift))' 'load_global(rows.pages)'
+mutate "pages: the table of the first sequence" "-DELEMENT=1 -DHEAD_DIM=16 -DKEY_PAGES=1" \
+    '(i64)sequence_index * arguments.page_table_width' '0'
 mutate "threadgroup memory in the address space of a device" "$plain" 'load_shared(at + 1)' 'load_global(at + 1)'
 mutate "device memory in the address space of a threadgroup" "$plain" \
     'load_element(own.queries, column + 1)' \

@@ -11,6 +11,7 @@
 #include "row_weights.cuh"
 #include "dropout.cuh"
 #include "dropped_weights.metal"
+#include "stored_rows.metal"
 #include "tiles.metal"
 #include "forward.metal"
 #include "combine_rows.cuh"

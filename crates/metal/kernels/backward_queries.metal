@@ -64,9 +64,11 @@ DEVICE QueryThread start_query_thread(const LOCAL AttentionArguments& arguments,
     own.queries.is_row = own.gradients.is_row = own.is_query;
     own.queries.width = HEAD_DIM, own.queries.columns = HEAD_COLUMNS;
     own.gradients.width = VALUE_DIM, own.gradients.columns = VALUE_COLUMNS;
-    own.key_rows = rows_of_head(arguments.keys, arguments.key_strides, sequence, key_head);
+    own.key_rows = rows_of_head(arguments, arguments.keys, arguments.key_strides, sequence, place.sequence, key_head,
+                                ELEMENT_BYTES);
     own.key_rows.width = HEAD_DIM, own.key_rows.columns = HEAD_COLUMNS, own.key_rows.pitch = FORWARD_KEY_PITCH;
-    own.value_rows = rows_of_head(arguments.values, arguments.value_strides, sequence, key_head);
+    own.value_rows = rows_of_head(arguments, arguments.values, arguments.value_strides, sequence, place.sequence,
+                                  key_head, ELEMENT_BYTES);
     own.value_rows.width = VALUE_DIM, own.value_rows.columns = VALUE_COLUMNS;
     own.value_rows.pitch = FORWARD_VALUE_PITCH;
     own.modifiers = load_modifiers(arguments, sequence, place.sequence, own.head);

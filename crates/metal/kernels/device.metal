@@ -21,9 +21,9 @@
 #define BUFFER(index)
 // A kernel is a function of the buffers of a list and of its indices, and another one with the struct of arguments, by
 // which the emulator launches it.
-#define KERNEL_OF(list, name, threads)                                                                           \
+#define KERNEL_WITH(Arguments, list, name, threads)                                                              \
     static void name##_bound(list##_BUFFERS, u32 thread_index, u32 group_index);                                 \
-    static void name(const AttentionArguments& arguments) {                                                      \
+    static void name(const Arguments& arguments) {                                                               \
         name##_bound(list##_BUFFERS_OF(arguments), emulator::machine().current, emulator::machine().block);      \
     }                                                                                                            \
     static const emulator::Registration name##_registration(#name, name);                                        \
@@ -46,7 +46,7 @@ typedef long i64;
 #define SHARED(T) threadgroup T*
 #define UNROLL _Pragma("unroll")
 #define BUFFER(index) [[buffer(index)]]
-#define KERNEL_OF(list, name, threads)                                                                            \
+#define KERNEL_WITH(Arguments, list, name, threads)                                                               \
     [[kernel, max_total_threads_per_threadgroup(threads)]] void name(                                             \
         list##_BUFFERS, u32 thread_index [[thread_index_in_threadgroup]],                                      \
         u32 group_index [[threadgroup_position_in_grid]])
@@ -54,7 +54,8 @@ typedef long i64;
 #define SHARED_MEMORY(bytes) threadgroup uint4 shared_memory[(bytes) / 16]
 #define SHARED_AT(T, byte) ((threadgroup T*)((threadgroup char*)shared_memory + (byte)))
 #endif
-// A kernel of the forward pass.
+// A kernel of attention with a list of buffers, and one of the forward pass.
+#define KERNEL_OF(list, name, threads) KERNEL_WITH(AttentionArguments, list, name, threads)
 #define KERNEL(name, threads) KERNEL_OF(ATTENTION, name, threads)
 #define DEVICE static inline
 #define DEVICE_METHOD

@@ -37,6 +37,8 @@ struct ForwardThread {
     GLOBAL const char* queries; // the row of its query
     TileRows key_rows;
     TileRows value_rows;
+    TileRows key_scales;   // with KEY_CODES
+    TileRows value_scales;
     ScoreModifiers modifiers;
     SequenceDropout dropout;
 };
@@ -50,11 +52,22 @@ DEVICE float2 load_query_pair(const LOCAL ForwardThread& own, int column) {
     return pair;
 }
 
-// Multiplies the queries of the simdgroup and a tile of keys.
-DEVICE void multiply_keys(const LOCAL ForwardThread& own, const LOCAL float2* queries, SHARED(Element) tile,
-                          int fragments, LOCAL float2* scores) {
+// The scales of a key and of the next one, with KEY_CODES; 0 for keys that the threadgroup does not attend to.
+DEVICE float load_scale(const LOCAL ForwardThread& own, const LOCAL TileRows& scales, int key, int group) {
+    if (key < own.first_key || key >= own.end_key) return 0.0f;
+    return load_global((GLOBAL const float*)row_of_key(scales, key) + group);
+}
+DEVICE float2 load_scale_pair(const LOCAL ForwardThread& own, const LOCAL TileRows& scales, int key, int group) {
+    float2 pair;
+    pair.x = load_scale(own, scales, key, group), pair.y = load_scale(own, scales, key + 1, group);
+    return pair;
+}
+
+// Multiplies some columns, [8 * first, 8 * end), of the queries of the simdgroup and of a tile of keys.
+DEVICE void multiply_key_columns(const LOCAL ForwardThread& own, const LOCAL float2* queries, SHARED(Element) tile,
+                                 int fragments, int first, int end, LOCAL float2* scores) {
     UNROLL for (int c = 0; c < fragments; c++) scores[c].x = scores[c].y = 0;
-    UNROLL for (int d = 0; d < HEAD_COLUMNS / 8; d++) {
+    UNROLL for (int d = first; d < end; d++) {
         float2 query;
         if (FORWARD_QUERIES_IN_REGISTERS) query = queries[d];
         else query = load_query_pair(own, 8 * d + own.column);
@@ -62,6 +75,26 @@ DEVICE void multiply_keys(const LOCAL ForwardThread& own, const LOCAL float2* qu
             const int key = 8 * (own.first_fragment + c) + own.column;
             const float2 keys = load_column_pair(tile + (key * FORWARD_KEY_PITCH + 8 * d + own.row), FORWARD_KEY_PITCH);
             multiply_add(scores[c], query, keys);
+        }
+    }
+}
+
+// Multiplies the queries of the simdgroup and the tile of the keys from `key` on.
+DEVICE void multiply_keys(const LOCAL ForwardThread& own, const LOCAL float2* queries, SHARED(Element) tile, int key,
+                          int fragments, LOCAL float2* scores) {
+    if (!KEY_CODES) {
+        multiply_key_columns(own, queries, tile, fragments, 0, HEAD_COLUMNS / 8, scores);
+        return;
+    }
+    UNROLL for (int c = 0; c < fragments; c++) scores[c].x = scores[c].y = 0;
+    float2 products[FORWARD_KEY_FRAGMENTS];
+    UNROLL for (int group = 0; group < HEAD_COLUMNS / KEY_SCALE_COLUMNS; group++) {
+        const int first = group * (KEY_SCALE_COLUMNS / 8);
+        multiply_key_columns(own, queries, tile, fragments, first, first + KEY_SCALE_COLUMNS / 8, products);
+        UNROLL for (int c = 0; c < fragments; c++) {
+            const int column = key + 8 * (own.first_fragment + c) + own.column;
+            const float2 scales = load_scale_pair(own, own.key_scales, column, group);
+            scores[c].x += products[c].x * scales.x, scores[c].y += products[c].y * scales.y;
         }
     }
 }
@@ -113,15 +146,29 @@ DEVICE void drop_weights(const LOCAL ForwardThread& own, int fragments, int firs
 // A value that is added later if it is not finite, and is smaller until then, where sums may exceed f32.
 DEVICE float careful_value(float value) { return is_finite(value) ? value * (1.0f / VALUE_GROWTH) : 0.0f; }
 
-// Adds the products of weights and a tile of values to the output.
+// The weights of `key` and of the next one times the scales of the values, with KEY_CODES. A scale that is not finite
+// reaches the queries that attend to its key later.
+DEVICE float2 scaled_weights(const LOCAL ForwardThread& own, float2 weights, int key, int group, bool is_careful) {
+    float2 scales = load_scale_pair(own, own.value_scales, key, group);
+    if (is_careful && !is_finite(scales.x)) scales.x = 0;
+    if (is_careful && !is_finite(scales.y)) scales.y = 0;
+    weights.x *= scales.x, weights.y *= scales.y;
+    return weights;
+}
+
+// Adds the products of weights and the tile of the values from `key` on to the output.
 DEVICE void multiply_values(const LOCAL ForwardThread& own, int fragments, const LOCAL float2* weights,
-                            SHARED(Element) tile, bool is_careful, LOCAL float2* output) {
+                            SHARED(Element) tile, int key, bool is_careful, LOCAL float2* output) {
     UNROLL for (int c = 0; c < fragments; c++) {
-        const int key = 8 * (own.first_fragment + c) + own.row;
+        const int first_row = 8 * (own.first_fragment + c), row = first_row + own.row;
+        float2 factors = weights[c];
         UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++) {
-            float2 values = load_pair(tile + (key * FORWARD_VALUE_PITCH + 8 * d + own.column));
+            if (KEY_CODES && 8 * d % VALUE_SCALE_COLUMNS == 0)
+                factors = scaled_weights(own, weights[c], key + first_row + own.column, 8 * d / VALUE_SCALE_COLUMNS,
+                                         is_careful);
+            float2 values = load_pair(tile + (row * FORWARD_VALUE_PITCH + 8 * d + own.column));
             if (is_careful) values.x = careful_value(values.x), values.y = careful_value(values.y);
-            multiply_add(output[d], weights[c], values);
+            multiply_add(output[d], factors, values);
         }
     }
 }
@@ -141,7 +188,7 @@ DEVICE void attend_to_keys(const LOCAL AttentionArguments& arguments, const LOCA
         load_tile(tile, own.key_rows, key, own.first_key, own.end_key, own.index);
         block_barrier();
         if (is_attended) {
-            multiply_keys(own, queries, tile, fragments, scores);
+            multiply_keys(own, queries, tile, key, fragments, scores);
             if (MODIFIES_SCORES || HAS_BOOLEAN_MASK || own.keys.masks(first, 8 * fragments)) {
                 UNROLL for (int c = 0; c < fragments; c++) {
                     const int column = first + 8 * c + own.column;
@@ -155,8 +202,15 @@ DEVICE void attend_to_keys(const LOCAL AttentionArguments& arguments, const LOCA
         block_barrier();
         load_tile(tile, own.value_rows, key, own.first_key, own.end_key, own.index);
         block_barrier();
-        if (is_attended) multiply_values(own, fragments, scores, tile, is_careful, output);
+        if (is_attended) multiply_values(own, fragments, scores, tile, key, is_careful, output);
     }
+}
+
+// A value in global memory; `row` is the row of its key.
+DEVICE float load_value(const LOCAL ForwardThread& own, GLOBAL const char* row, int key, int column) {
+    if (!KEY_CODES) return load_element(row, column);
+    return number_of_code(load_code(row, column)) *
+           load_scale(own, own.value_scales, key, column / VALUE_SCALE_COLUMNS);
 }
 
 // Adds values that are not finite to the queries that attend to them.
@@ -165,11 +219,11 @@ DEVICE void add_special_values(const LOCAL AttentionArguments& arguments, const 
     const int end = smaller(own.end, own.end_key);
     for (int key = larger(own.first, own.first_key); key < end; key++) {
         if (HAS_BOOLEAN_MASK && !load_boolean_mask(arguments, own.modifiers, own.query, key)) continue;
-        GLOBAL const char* row = own.value_rows.first + key * own.value_rows.row_bytes;
+        GLOBAL const char* row = row_of_key(own.value_rows, key);
         UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++) {
             const int column = 8 * d + own.column;
-            const float x = column < VALUE_DIM ? load_element(row, column) : 0.0f;
-            const float y = column + 1 < VALUE_DIM ? load_element(row, column + 1) : 0.0f;
+            const float x = column < VALUE_DIM ? load_value(own, row, key, column) : 0.0f;
+            const float y = column + 1 < VALUE_DIM ? load_value(own, row, key, column + 1) : 0.0f;
             if (!is_finite(x)) output[d].x += x;
             if (!is_finite(y)) output[d].y += y;
         }
@@ -208,14 +262,6 @@ DEVICE void join_intervals(LOCAL ForwardThread& own, SHARED(int) intervals) {
     if (own.first_key >= own.end_key) own.first_key = own.end_key = 0;
 }
 
-DEVICE TileRows rows_of_head(GLOBAL const void* tensor, const LOCAL RowStrides& strides, const LOCAL Sequence& sequence,
-                             int key_head) {
-    TileRows rows;
-    rows.first = row_address(tensor, strides, sequence.batch, key_head, sequence.first_key, ELEMENT_BYTES);
-    rows.row_bytes = strides.row * ELEMENT_BYTES;
-    return rows;
-}
-
 // Finds the keys and the rows of a thread whose head and query are known.
 DEVICE void find_rows(LOCAL ForwardThread& own, const LOCAL AttentionArguments& arguments,
                       const LOCAL Sequence& sequence, int sequence_index, int key_head) {
@@ -223,11 +269,19 @@ DEVICE void find_rows(LOCAL ForwardThread& own, const LOCAL AttentionArguments& 
     if (own.is_query) attended_keys(arguments, sequence, sequence_index, own.query, own.first, own.end);
     own.queries = row_address(arguments.queries, arguments.query_strides, sequence.batch, own.head,
                               sequence.first_query + own.query, ELEMENT_BYTES);
-    own.key_rows = rows_of_head(arguments.keys, arguments.key_strides, sequence, key_head);
+    own.key_rows = rows_of_head(arguments, arguments.keys, arguments.key_strides, sequence, sequence_index, key_head,
+                                STORED_BYTES);
     own.key_rows.width = HEAD_DIM, own.key_rows.columns = HEAD_COLUMNS, own.key_rows.pitch = FORWARD_KEY_PITCH;
-    own.value_rows = rows_of_head(arguments.values, arguments.value_strides, sequence, key_head);
+    own.value_rows = rows_of_head(arguments, arguments.values, arguments.value_strides, sequence, sequence_index,
+                                  key_head, STORED_BYTES);
     own.value_rows.width = VALUE_DIM, own.value_rows.columns = VALUE_COLUMNS;
     own.value_rows.pitch = FORWARD_VALUE_PITCH;
+    if (KEY_CODES) {
+        own.key_scales = rows_of_head(arguments, arguments.key_scales, arguments.key_scale_strides, sequence,
+                                      sequence_index, key_head, 4);
+        own.value_scales = rows_of_head(arguments, arguments.value_scales, arguments.value_scale_strides, sequence,
+                                        sequence_index, key_head, 4);
+    }
     own.modifiers = load_modifiers(arguments, sequence, sequence_index, own.head);
     own.dropout = load_sequence_dropout(arguments, sequence, own.head);
 }

@@ -7,6 +7,7 @@
 #include "specialization.cuh"
 #include "device.cuh"
 #include "elements.cuh"
+#include "stored_rows.metal"
 
 // Four elements of a row, which a thread copies at once.
 struct Chunk {
@@ -38,14 +39,21 @@ DEVICE Chunk load_chunk(GLOBAL const char* row, int column, int width) {
     return chunk;
 }
 
-// The rows of the keys or of the values of a head of a sequence.
-struct TileRows {
-    GLOBAL const char* first; // the row of key 0
-    i64 row_bytes;
-    int width;   // elements of a row
-    int columns; // of a tile
-    int pitch;   // of a tile
-};
+// Loads the numbers of four codes of a row of `width` codes as elements, which they are without an error; zeros from
+// `width` on.
+DEVICE Chunk load_code_chunk(GLOBAL const char* row, int column, int width) {
+    const u32 codes = load_codes(row, column, width);
+    float numbers[4];
+    UNROLL for (int e = 0; e < 4; e++)
+        numbers[e] = column + e < width ? number_of_code(codes >> 8 * e & 255) : 0.0f;
+    Chunk chunk;
+#if ELEMENT == 2
+    UNROLL for (int e = 0; e < 4; e++) chunk.words[e] = as_bits(numbers[e]);
+#else
+    UNROLL for (int n = 0; n < 2; n++) chunk.words[n] = pack_pair(numbers[2 * n], numbers[2 * n + 1]);
+#endif
+    return chunk;
+}
 
 // Copies `count` rows from `key` on to a tile; rows outside of [first, end) become zeros.
 DEVICE void load_tile_rows(SHARED(Element) tile, const LOCAL TileRows& rows, int count, int key, int first, int end,
@@ -55,7 +63,8 @@ DEVICE void load_tile_rows(SHARED(Element) tile, const LOCAL TileRows& rows, int
         const int row = n / chunks, column = n % chunks * 4;
         Chunk chunk;
         if (key + row >= first && key + row < end) {
-            chunk = load_chunk(rows.first + (key + row) * rows.row_bytes, column, rows.width);
+            GLOBAL const char* from = row_of_key(rows, key + row);
+            chunk = KEY_CODES ? load_code_chunk(from, column, rows.width) : load_chunk(from, column, rows.width);
         } else {
             UNROLL for (int w = 0; w < ELEMENT_BYTES; w++) chunk.words[w] = 0;
         }

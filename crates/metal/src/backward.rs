@@ -54,6 +54,12 @@ impl MetalAttention {
     pub fn plan_backward(&self, wanted: RequestedGradients) -> std::result::Result<(), Unsupported> {
         let device = self.call().q.device();
         is_available(device)?;
+        if self.call().kv_scales.is_some() {
+            return Err(Unsupported::new("keys and values that are codes have no gradients"));
+        }
+        if self.call().pages.is_some() {
+            return Err(Unsupported::new("keys and values in pages have no gradients"));
+        }
         let tile = self.backward_tile();
         for launch in self.backward_launches(&tile, self.needs(wanted), &[]) {
             launch.check_groups()?;

@@ -7,32 +7,24 @@
 
 use candle_attention_cuda::shared::{AttentionArguments, CppType, KernelStruct};
 
+use crate::bindings::{BoundField, LaunchArguments, bound_fields};
+use crate::launch::MetalLaunch;
+
 /// The name of the text among the files of the source.
 pub(crate) const HEADER: &str = "attention_buffers.metal";
 
 /// A field of the arguments that is bound as a buffer.
-pub(crate) struct BoundField {
-    pub name: &'static str,
-    /// Returns the address in some arguments.
-    pub address: fn(&AttentionArguments) -> u64,
-}
-
-/// Lists fields of the arguments.
-macro_rules! bound_fields {
-    ($($field:ident),* $(,)?) => {
-        &[$(BoundField { name: stringify!($field), address: |arguments| arguments.$field.address() }),*]
-    };
-}
+type AttentionField = BoundField<AttentionArguments>;
 
 /// The bound fields of some kernels, in the order of their indices, from 1 on: index 0 has the numbers.
 pub(crate) struct BufferList {
     /// The name in the source.
     name: &'static str,
-    pub fields: &'static [BoundField],
+    pub fields: &'static [AttentionField],
 }
 
 /// The fields of the forward kernels.
-const FORWARD: &[BoundField] = bound_fields![
+const FORWARD: &[AttentionField] = bound_fields![
     queries,
     keys,
     values,
@@ -56,10 +48,13 @@ const FORWARD: &[BoundField] = bound_fields![
     partial_outputs,
     partial_statistics,
     dropout_seed,
+    key_scales,
+    value_scales,
+    page_table,
 ];
 
 /// The fields of the backward kernels that read the tensors of the call.
-const BACKWARD: &[BoundField] = bound_fields![
+const BACKWARD: &[AttentionField] = bound_fields![
     queries,
     keys,
     values,
@@ -91,7 +86,7 @@ const BACKWARD: &[BoundField] = bound_fields![
 ];
 
 /// The fields of the kernels that sum what the backward kernels stored.
-const SUMS: &[BoundField] = bound_fields![
+const SUMS: &[AttentionField] = bound_fields![
     row_statistics,
     sinks,
     cumulative_queries,
@@ -113,11 +108,21 @@ const LISTS: [BufferList; 3] = [
 ];
 
 /// Returns the fields that a kernel is bound to.
-pub(crate) fn fields_of(kernel: &str) -> &'static [BoundField] {
+pub(crate) fn fields_of(kernel: &str) -> &'static [AttentionField] {
     match kernel {
         "attention_backward_delta" | "attention_backward_queries" | "attention_backward_keys" => BACKWARD,
         _ if kernel.starts_with("attention_backward") => SUMS,
         _ => FORWARD,
+    }
+}
+
+impl LaunchArguments for AttentionArguments {
+    fn fields_of(kernel: &str) -> &'static [AttentionField] {
+        fields_of(kernel)
+    }
+
+    fn of_launch(&self, launch: &MetalLaunch) -> Self {
+        launch.arguments(self)
     }
 }
 
@@ -203,7 +208,7 @@ mod tests {
             let Some((list, rest)) = of_list.or(of_forward) else { continue };
             let kernel = rest.split(',').next().unwrap_or_default();
             let named = LISTS.iter().find(|own| own.name == list).expect(list);
-            let names = |fields: &[BoundField]| fields.iter().map(|field| field.name).collect::<Vec<_>>();
+            let names = |fields: &[AttentionField]| fields.iter().map(|field| field.name).collect::<Vec<_>>();
             assert_eq!(names(fields_of(kernel)), names(named.fields), "{kernel}");
             kernels += 1;
         }

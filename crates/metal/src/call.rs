@@ -8,6 +8,7 @@ use candle_attention_cuda::{CudaAttention, Unsupported};
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::backward_tile::MetalBackwardTile;
+use crate::codes::code_format_define;
 use crate::launch::MetalLaunch;
 use crate::operands::MetalOperands;
 use crate::run::{check_known_failure, is_available, run};
@@ -47,7 +48,7 @@ const LEAST_TILES: usize = 4;
 
 /// An attention call whose tensors fit together, on one Metal device. With the feature `emulator`, on any device.
 ///
-/// It has the dtypes and the strides of [`CudaAttention`].
+/// It has the dtypes and the strides of [`CudaAttention`], and reads codes of every format.
 #[derive(Debug, Clone)]
 pub struct MetalAttention {
     checked: CudaAttention,
@@ -77,13 +78,7 @@ impl MetalAttention {
     /// # Errors
     /// If its tensors do not fit together, or the kernels do not read them: the sentence says why.
     pub fn new(call: AttentionCall<Tensor, BoundedKeys<Tensor>>) -> std::result::Result<Self, Unsupported> {
-        if call.kv_scales.is_some() {
-            return Err(Unsupported::new("the Metal kernels read no keys and values of 8 bits"));
-        }
-        if call.pages.is_some() {
-            return Err(Unsupported::new("the Metal kernels read no keys and values in pages"));
-        }
-        let checked = CudaAttention::new(call)?;
+        let checked = CudaAttention::with_codes_of_any_format(call)?;
         let AttentionDims { b, t_q, t_kv, .. } = checked.call().dims;
         let packed = checked.call().keys.packed.as_ref();
         let sequences = packed.map_or(b, |packed| packed.cu_seqlens_q.elem_count() - 1);
@@ -131,7 +126,8 @@ impl MetalAttention {
     /// Returns the macros of the tiles of all kernels.
     pub(crate) fn tile_defines(&self) -> Vec<Define> {
         let backward = MetalBackwardTile::of(self.columns(), self.call().q.dtype().size_in_bytes());
-        [self.tile().defines(), backward.defines()].concat()
+        let format = self.call().kv_scales.as_ref().map(|scales| scales.format);
+        [self.tile().defines(), backward.defines(), vec![code_format_define(format)]].concat()
     }
 
     /// Returns the kernel of the forward pass. Nothing is compiled, and no tensor is read.

@@ -12,12 +12,13 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use candle_attention_cuda::shared::emulator::{
     EmulatedLaunch, EmulatedProgram, Region, compile, compiler, hash_files, target_folder,
 };
-use candle_attention_cuda::shared::{AttentionArguments, CpuMemory, Define, cpu_memory};
+use candle_attention_cuda::shared::{CpuMemory, Define, cpu_memory};
 use candle_attention_cuda::{SourceFault, fault_of_thread};
 use candle_attention_device::Fnv;
 use candle_core::op::BackpropOp;
 use candle_core::{Device, Result, Storage, Tensor, bail};
 
+use crate::bindings::LaunchArguments;
 use crate::launch::{MetalLaunch, launches_of_thread};
 use crate::operands::MetalOperands;
 use crate::source;
@@ -39,9 +40,9 @@ static LIBRARIES: LazyLock<Mutex<HashMap<Vec<String>, Arc<EmulatedProgram>>>> = 
 ///
 /// # Panics
 /// For a fault that the emulator finds: a caller would take the reference path after an error, and no test would fail.
-pub(crate) fn run(
+pub(crate) fn run<A: LaunchArguments>(
     launches: &[MetalLaunch],
-    arguments: &AttentionArguments,
+    arguments: &A,
     operands: MetalOperands,
     device: &Device,
 ) -> Result<Vec<Tensor>> {
@@ -65,7 +66,7 @@ pub(crate) fn run(
             constants: &constants,
             order: (launches_of_thread() % 3) as u32,
         };
-        if let Err(fault) = library(&launch.defines)?.launch(&emulated, &launch.arguments(arguments)) {
+        if let Err(fault) = library(launch)?.launch(&emulated, &arguments.of_launch(launch)) {
             panic!("the emulator found a fault: {fault}");
         }
     }
@@ -80,7 +81,7 @@ pub(crate) fn run(
 /// # Errors
 /// If one does not compile.
 pub(crate) fn prepare(launches: &[MetalLaunch]) -> Result<()> {
-    launches.iter().try_for_each(|launch| library(&launch.defines).map(|_| ()))
+    launches.iter().try_for_each(|launch| library(launch).map(|_| ()))
 }
 
 /// Returns the constants that a library reads at run time. A library has the kernels of all sets.
@@ -88,18 +89,20 @@ fn read_at_run_time(defines: &[Define]) -> impl Iterator<Item = &Define> {
     defines.iter().filter(|define| !COMPILED.contains(&define.name) && define.name != "KERNEL_SET")
 }
 
-/// Returns the library for the constants of a program, which is compiled unless it is there.
-fn library(defines: &[Define]) -> Result<Arc<EmulatedProgram>> {
+/// Returns the library for the kernel and the constants of a program, which is compiled unless it is there.
+fn library(launch: &MetalLaunch) -> Result<Arc<EmulatedProgram>> {
+    let defines = &launch.defines;
     let compiled = defines.iter().filter(|define| COMPILED.contains(&define.name));
     let options: Vec<String> = compiled.map(|define| format!("-D{}={}", define.name, define.value)).collect();
     let fault = fault_of_thread();
     let mut key = options.clone();
+    key.push(format!("over rows: {}", source::is_over_rows(launch.kernel)));
     key.extend(fault.map(|known| format!("{known:?}")));
     let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(library) = libraries.get(&key) {
         return Ok(library.clone());
     }
-    let opened = Arc::new(EmulatedProgram::open(&build(&options, &constants_header(defines), fault)?)?);
+    let opened = Arc::new(EmulatedProgram::open(&build(&options, launch.kernel, &constants_header(defines), fault)?)?);
     libraries.insert(key, opened.clone());
     Ok(opened)
 }
@@ -116,10 +119,10 @@ fn constants_header(defines: &[Define]) -> String {
 }
 
 /// Compiles a library unless it is there, and returns its path.
-fn build(options: &[String], constants: &str, fault: Option<SourceFault>) -> Result<PathBuf> {
+fn build(options: &[String], kernel: &str, constants: &str, fault: Option<SourceFault>) -> Result<PathBuf> {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     let of_cuda = package.join("../cuda/emulator");
-    let right = source::assemble();
+    let right = source::of_kernel(kernel);
     let text = match fault {
         Some(fault) if right.matches(fault.text).count() == 1 => right.replace(fault.text, fault.replacement),
         Some(fault) => bail!("the Metal kernels do not have {:?} once", fault.text),
@@ -141,7 +144,7 @@ fn build(options: &[String], constants: &str, fault: Option<SourceFault>) -> Res
     // Other processes may compile the same library.
     let sources = folder.join(format!("sources-{}", process::id()));
     fs::create_dir_all(&sources)?;
-    fs::write(sources.join("attention.metal"), text)?;
+    fs::write(sources.join("kernels.metal"), text)?;
     fs::write(sources.join("run_time_constants.h"), constants)?;
     let mut command = Command::new(compiler());
     command.args(OPTIONS).args(options).arg("-shared");

@@ -9,8 +9,10 @@
 
 mod backward;
 mod backward_tile;
+mod bindings;
 mod buffers;
 mod call;
+mod codes;
 #[cfg(feature = "emulator")]
 mod copies;
 #[cfg(feature = "emulator")]
@@ -19,6 +21,7 @@ mod launch;
 #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_check), not(feature = "emulator")))]
 mod metal;
 mod operands;
+mod rows;
 mod run;
 mod source;
 mod tile;
@@ -27,10 +30,12 @@ use std::path::Path;
 use std::{fs, io};
 
 use candle_attention_cuda::all_options;
+use codes::CODE_FORMAT;
 
 pub use call::{MetalAttention, MetalKernel, MetalOutput};
 pub use candle_attention_cuda::{BackwardInputs, Unsupported};
 pub use launch::launches_of_thread;
+pub use rows::MetalRows;
 pub use run::{first_use, is_available};
 
 /// Returns all macros of the program with some constants, such as `-DHEAD_DIM=64 -DHAS_SOFTCAP=1`, as options of a C++
@@ -39,13 +44,19 @@ pub use run::{first_use, is_available};
 /// # Errors
 /// For a constant that does not exist.
 pub fn options_of_program(given: &str) -> Result<Vec<String>, String> {
-    // The decode kernel drops no weights.
-    let kernels = match (given.contains("-DKERNEL_SET="), given.contains("-DHAS_DROPOUT=1")) {
-        (true, _) => "",
-        (false, true) => "-DKERNEL_SET=5",
-        (false, false) => "-DKERNEL_SET=7",
+    // The kernels of CUDA read one format of codes.
+    let is_code_format = |option: &&str| option.starts_with(&format!("-D{CODE_FORMAT}="));
+    let (formats, others): (Vec<&str>, Vec<&str>) = given.split_whitespace().partition(is_code_format);
+    let code_format = formats.first().map_or_else(|| format!("-D{CODE_FORMAT}=0"), ToString::to_string);
+    // The decode kernel drops no weights, and codes and pages have no gradients.
+    let has_gradients = !given.contains("-DKEY_CODES=1") && !given.contains("-DKEY_PAGES=1");
+    let kernels = match (given.contains("-DKERNEL_SET="), given.contains("-DHAS_DROPOUT=1"), has_gradients) {
+        (true, _, _) => "",
+        (false, true, _) => "-DKERNEL_SET=5",
+        (false, false, true) => "-DKERNEL_SET=7",
+        (false, false, false) => "-DKERNEL_SET=3",
     };
-    let of_cuda = all_options(&format!("{given} {kernels}"))?;
+    let of_cuda = all_options(&format!("{} {kernels}", others.join(" ")))?;
     // The tiles are others here: what follows replaces the constants of the same names.
     let call: Vec<String> = of_cuda
         .into_iter()
@@ -61,7 +72,7 @@ pub fn options_of_program(given: &str) -> Result<Vec<String>, String> {
     let backward = backward_tile::MetalBackwardTile::of(columns, value("ELEMENT_BYTES")?);
     let defines = [tile.defines(), backward.defines()].concat();
     let of_tile = defines.into_iter().map(|define| format!("-D{}={}", define.name, define.value));
-    Ok(call.iter().cloned().chain(of_tile).collect())
+    Ok(call.iter().cloned().chain(of_tile).chain([code_format]).collect())
 }
 
 /// Writes the source of the kernels into a folder, which is made if necessary, as the file that Metal compiles but for

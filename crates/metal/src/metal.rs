@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-use candle_attention_cuda::shared::{AttentionArguments, Define};
+use candle_attention_cuda::shared::Define;
 use candle_attention_device::{Attempts, DiskCache, Failure, FirstUse};
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
@@ -12,7 +12,7 @@ use candle_core::{Device, Error, MetalDevice, MetalStorage, Result, Storage, Ten
 use candle_metal_kernels::metal::{Buffer, ComputeCommandEncoder, ComputePipeline};
 use objc2_metal::{MTLCompileOptions, MTLSize};
 
-use crate::buffers::fields_of;
+use crate::bindings::LaunchArguments;
 use crate::launch::MetalLaunch;
 use crate::operands::{MetalOperands, OperandPlace};
 use crate::source;
@@ -70,7 +70,7 @@ fn compile(launch: &MetalLaunch, device: &MetalDevice) -> CompiledPipeline {
     options.setFastMathEnabled(false);
     let gpu = device.metal_device();
     let library = gpu
-        .new_library_with_source(&source::of_program(&launch.defines), Some(&options))
+        .new_library_with_source(&source::of_program(launch), Some(&options))
         .map_err(|error| failure(error.to_string()))?;
     let function = library.get_function(launch.kernel, None).map_err(|error| failure(error.to_string()))?;
     let pipeline =
@@ -95,9 +95,9 @@ pub(crate) fn prepare(launches: &[MetalLaunch], device: &Device) -> Result<()> {
 ///
 /// # Errors
 /// If one does not compile, or an operand is on another device.
-pub(crate) fn run(
+pub(crate) fn run<A: LaunchArguments>(
     launches: &[MetalLaunch],
-    arguments: &AttentionArguments,
+    arguments: &A,
     operands: &MetalOperands,
     device: &Device,
 ) -> Result<Vec<Tensor>> {
@@ -130,10 +130,10 @@ pub(crate) fn run(
     let size = |width| MTLSize { width, height: 1, depth: 1 };
     for (launch, pipeline) in launches.iter().zip(&compiled) {
         encoder.set_compute_pipeline_state(pipeline);
-        let own = launch.arguments(arguments);
+        let own = arguments.of_launch(launch);
         encoder.set_bytes(0, &own);
         // Candle's encoder separates launches of which one writes what the next one is bound to.
-        for (index, field) in fields_of(launch.kernel).iter().enumerate() {
+        for (index, field) in A::fields_of(launch.kernel).iter().enumerate() {
             match OperandPlace::of_pointer((field.address)(&own)) {
                 // Metal's validation asks for a buffer where the kernel names one.
                 OperandPlace::Null => encoder.set_input_buffer(index + 1, Some(any), 0),

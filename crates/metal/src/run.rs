@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use candle_attention_cuda::Unsupported;
-use candle_attention_cuda::shared::AttentionArguments;
 use candle_attention_device::switches::{FIRST_USE_CHECKS, Switch};
 use candle_attention_device::{FirstUse, Fnv};
 use candle_core::{Device, Result, Tensor};
 
+use crate::bindings::LaunchArguments;
 use crate::launch::{MetalLaunch, count_launch};
 use crate::operands::MetalOperands;
 use crate::source;
@@ -75,6 +75,7 @@ pub fn first_use(device: &Device) -> Option<Arc<FirstUse>> {
 pub(crate) fn kernels_version() -> String {
     let mut hash = Fnv::new();
     hash.add_text(&source::assemble());
+    hash.add_text(&source::assemble_rows());
     format!("{}, sources {:032x}", env!("CARGO_PKG_VERSION"), hash.value())
 }
 
@@ -102,9 +103,9 @@ pub(crate) fn check_known_failure(
 ///
 /// # Errors
 /// If a kernel does not compile, or cannot be launched.
-pub(crate) fn run(
+pub(crate) fn run<A: LaunchArguments>(
     launches: &[MetalLaunch],
-    arguments: &AttentionArguments,
+    arguments: &A,
     operands: MetalOperands,
     device: &Device,
 ) -> Result<Vec<Tensor>> {
@@ -119,10 +120,10 @@ pub(crate) fn run(
     }
     #[cfg(not(any(feature = "emulator", all(feature = "metal", any(target_vendor = "apple", metal_check)))))]
     candle_core::bail!(
-        "{launches:?} cannot run on {device:?} in this build: {} inputs, {} outputs, {} queries",
+        "{launches:?} cannot run on {device:?} in this build: {} inputs, {} outputs, {} bytes of arguments",
         operands.inputs.len(),
         operands.outputs.len(),
-        arguments.query_count
+        size_of_val(arguments)
     )
 }
 

@@ -1,9 +1,14 @@
 //! The kernels' source as one text: files in `kernels/`, files of the CUDA kernels, and texts that are printed from
 //! structs in Rust.
 
-use candle_attention_cuda::shared::{AttentionArguments, Define, KernelStruct, join_files, shared_file};
+use candle_attention_cuda::shared::{
+    AttentionArguments, GateArguments, KernelStruct, LinearRowsArguments, NormArguments, RotationArguments,
+    StructDefinition, StructHeader, join_files, shared_file,
+};
 
+use crate::bindings::{self, BoundArguments};
 use crate::buffers;
+use crate::launch::MetalLaunch;
 
 /// A file of the source.
 struct KernelFile {
@@ -11,7 +16,7 @@ struct KernelFile {
     text: &'static str,
 }
 
-const FILES: [KernelFile; 10] = [
+const FILES: [KernelFile; 17] = [
     KernelFile { name: "attention.metal", text: include_str!("../kernels/attention.metal") },
     KernelFile { name: "backward.metal", text: include_str!("../kernels/backward.metal") },
     KernelFile { name: "backward_keys.metal", text: include_str!("../kernels/backward_keys.metal") },
@@ -20,44 +25,96 @@ const FILES: [KernelFile; 10] = [
     KernelFile { name: "dropped_weights.metal", text: include_str!("../kernels/dropped_weights.metal") },
     KernelFile { name: "decode.metal", text: include_str!("../kernels/decode.metal") },
     KernelFile { name: "forward.metal", text: include_str!("../kernels/forward.metal") },
+    KernelFile { name: "stored_rows.metal", text: include_str!("../kernels/stored_rows.metal") },
     KernelFile { name: "tiles.metal", text: include_str!("../kernels/tiles.metal") },
-    // The shared files include the machine by the name that it has in CUDA.
+    KernelFile { name: "rows.metal", text: include_str!("../kernels/rows.metal") },
+    KernelFile { name: "norm.metal", text: include_str!("../kernels/norm.metal") },
+    KernelFile { name: "rotation.metal", text: include_str!("../kernels/rotation.metal") },
+    KernelFile { name: "gate.metal", text: include_str!("../kernels/gate.metal") },
+    KernelFile { name: "linear_rows.metal", text: include_str!("../kernels/linear_rows.metal") },
+    // The shared files include the machine and functions of numbers by the names that these have in CUDA.
+    KernelFile { name: "row_elements.cuh", text: include_str!("../kernels/row_elements.metal") },
     KernelFile { name: "device.cuh", text: include_str!("../kernels/device.metal") },
 ];
 
-/// The file that includes all others.
-const ROOT: &str = "attention.metal";
+/// The kernels over rows, which are another source.
+const ROW_KERNELS: [&str; 4] = ["norm_forward", "rotate_heads", "gate_forward", "linear_rows"];
 
-/// Returns the source without the constants of a program.
+/// Returns the source of the kernels of attention, without the constants of a program.
 pub(crate) fn assemble() -> String {
-    let headers = AttentionArguments::DEFINITION.headers();
-    let buffers_header = buffers::header();
-    join_files(ROOT, &|name| {
-        if name == buffers::HEADER {
-            return Some(&buffers_header);
-        }
-        let header = headers.iter().find(|header| header.name == name).map(|header| &header.text[..]);
-        let own = || FILES.iter().find(|file| file.name == name).map(|file| file.text);
-        header.or_else(own).or_else(|| shared_file(name))
-    })
+    let buffers = PrintedFile { name: buffers::HEADER.into(), text: buffers::header() };
+    joined("attention.metal", &AttentionArguments::DEFINITION.headers(), &[buffers])
 }
 
-/// Returns the source of a program.
-pub(crate) fn of_program(defines: &[Define]) -> String {
+/// Returns the source of the kernels over rows, without the constants of a program.
+pub(crate) fn assemble_rows() -> String {
+    let definitions = [
+        NormArguments::DEFINITION,
+        RotationArguments::DEFINITION,
+        GateArguments::DEFINITION,
+        LinearRowsArguments::DEFINITION,
+    ];
+    let headers: Vec<_> = definitions.iter().flat_map(StructDefinition::headers).collect();
+    let buffers = [
+        buffers_of::<NormArguments>(),
+        buffers_of::<RotationArguments>(),
+        buffers_of::<GateArguments>(),
+        buffers_of::<LinearRowsArguments>(),
+    ];
+    joined("rows.metal", &headers, &buffers)
+}
+
+/// Returns whether a kernel is one over rows.
+pub(crate) fn is_over_rows(kernel: &str) -> bool {
+    ROW_KERNELS.contains(&kernel)
+}
+
+/// Returns the source of a kernel, without the constants of a program.
+pub(crate) fn of_kernel(kernel: &str) -> String {
+    if is_over_rows(kernel) { assemble_rows() } else { assemble() }
+}
+
+/// Returns the source of the program of a launch.
+pub(crate) fn of_program(launch: &MetalLaunch) -> String {
     let mut text = String::new();
-    for define in defines {
+    for define in &launch.defines {
         text += &format!("#define {} {}\n", define.name, define.value);
     }
-    text + &assemble()
+    text + &of_kernel(launch.kernel)
+}
+
+/// A text that is printed from a struct in Rust.
+struct PrintedFile {
+    name: String,
+    text: String,
+}
+
+fn buffers_of<A: BoundArguments>() -> PrintedFile {
+    PrintedFile { name: bindings::header_name::<A>(), text: bindings::header::<A>() }
+}
+
+/// Returns the text of a file with all that it includes.
+fn joined(root: &str, headers: &[StructHeader], buffers: &[PrintedFile]) -> String {
+    join_files(root, &|name| {
+        let header = headers.iter().find(|header| header.name == name).map(|header| &header.text[..]);
+        let of_buffers = || buffers.iter().find(|file| file.name == name).map(|file| &file.text[..]);
+        let own = || FILES.iter().find(|file| file.name == name).map(|file| file.text);
+        header.or_else(of_buffers).or_else(own).or_else(|| shared_file(name))
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use candle_attention_cuda::shared::Define;
+
     use super::*;
 
     #[test]
     fn metal_source_has_every_definition_once_and_no_include_of_its_own() {
-        let text = of_program(&[Define { name: "HEAD_DIM", value: 64 }]);
+        let defines = vec![Define { name: "HEAD_DIM", value: 64 }];
+        let kernel = "attention_forward";
+        let launch = MetalLaunch { kernel, defines, groups: 1, threads: 32, shared_bytes: 0, pairs: None };
+        let text = of_program(&launch);
         assert!(text.starts_with("#define HEAD_DIM 64\n"));
         for definition in [
             "struct AttentionArguments {",
@@ -67,14 +124,20 @@ mod tests {
         ] {
             assert_eq!(text.matches(definition).count(), 1, "{definition}");
         }
-        assert!(!text.contains(".cuh\"") && !text.contains("#pragma once"));
+        let rows = of_program(&MetalLaunch { kernel: "gate_forward", ..launch });
+        for definition in ["struct GateArguments {", "struct LinearRowsNumbers {", "KERNEL_WITH(NormArguments,"] {
+            assert_eq!(rows.matches(definition).count(), 1, "{definition}");
+        }
+        for source in [text, rows] {
+            assert!(!source.contains(".cuh\"") && !source.contains("#pragma once"));
+        }
     }
 
     /// Checks what Metal requires of every pointer and of every reference, and a C++ compiler does not.
     #[test]
     fn metal_source_has_an_address_space_for_every_pointer_and_reference() {
         let mut is_emulator = false;
-        for line in assemble().lines() {
+        for line in (assemble() + &assemble_rows()).lines() {
             match line {
                 "#ifdef EMULATOR" => is_emulator = true,
                 "#else" | "#endif" => is_emulator = false,
@@ -101,7 +164,7 @@ mod tests {
     /// Checks what a C++ compiler does not know: words of the Metal Shading Language that are no names of variables.
     #[test]
     fn metal_source_has_no_variable_with_the_name_of_an_address_space() {
-        for line in assemble().lines() {
+        for line in (assemble() + &assemble_rows()).lines() {
             let code = line.split("//").next().unwrap_or_default();
             let words: Vec<&str> = code.split(|letter: char| !letter.is_alphanumeric() && letter != '_').collect();
             for pair in words.windows(2) {

@@ -7,6 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::base::{accumulation_dtype, variant};
 use crate::cuda_gate::CudaGate;
+use crate::metal_rows;
 
 /// The activation of a gate's projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,6 +60,11 @@ impl GateActivation {
             && let Some(call) = CudaGate::plan(projected, output, self.kernel())
         {
             return call.run();
+        }
+        if output.device().is_metal()
+            && let Some(gated) = metal_rows::gate(projected, output, self.kernel())
+        {
+            return gated;
         }
         let dtype = accumulation_dtype(output.dtype());
         let factors = self.apply(&projected.to_dtype(dtype)?)?;

@@ -203,7 +203,7 @@ impl AttentionMask {
     /// first key. Lists of several masks that are joined mask what any of them does not name.
     ///
     /// On a CPU, a call without bias, boolean mask and dropout reads the listed keys alone, where they are stored, and
-    /// takes the time and memory of these; on CUDA a call does that has few queries, lists that all heads share, and no
+    /// takes the time and memory of these; on GPUs a call does that has few queries, lists that all heads share, and no
     /// gradients. Where reading all keys is estimated to be faster, and in other calls, the lists become a boolean
     /// mask. [`plan`](crate::plan) says which.
     ///

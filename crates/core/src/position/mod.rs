@@ -10,7 +10,9 @@ mod rope;
 pub use alibi::{AlibiConfig, alibi_slopes};
 pub use content::{ContentPositions, DisentangledConfig, RelativeEmbeddings};
 pub use relative_bias::{RelativeBias, RelativeBiasConfig};
-pub use rope::{ROTATION_CASE, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding};
+pub use rope::{
+    METAL_ROTATION_CASE, ROTATION_CASE, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding,
+};
 
 pub(crate) use alibi::alibi;
 pub(crate) use content::{ContentScores, KeysByHeads, LayerSpecs, content_specs};

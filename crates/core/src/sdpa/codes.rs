@@ -15,7 +15,7 @@ pub(crate) fn kernels_read(format: KvCodeFormat, device: &Device) -> bool {
     match device {
         Device::Cpu => true,
         Device::Cuda(_) => format == KvCodeFormat::Q8,
-        Device::Metal(_) => false,
+        Device::Metal(_) => candle_attention_metal::is_available(device).is_ok(),
     }
 }
 

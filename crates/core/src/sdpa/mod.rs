@@ -25,6 +25,7 @@ mod merge;
 mod metal;
 mod options;
 mod packed;
+mod page_table;
 mod paged;
 mod paged_function;
 mod plan;

@@ -71,8 +71,11 @@ impl Choice {
     /// Chooses the path of a call with lists of keys that are not a boolean mask.
     fn of_lists(call: &Call) -> Result<Self> {
         match &call.lists_obstacle {
-            None if call.attention.q.device().is_cuda() => Ok(Self::Listed(ListedKernel::Cuda)),
-            None => Ok(Self::Listed(ListedKernel::Cpu(instruction_set(call)?))),
+            None => Ok(Self::Listed(match call.attention.q.device() {
+                Device::Cpu => ListedKernel::Cpu(instruction_set(call)?),
+                Device::Cuda(_) => ListedKernel::Cuda,
+                Device::Metal(_) => ListedKernel::Metal,
+            })),
             Some(reason) if call.backend == Backend::Fused => bail!("[{}] no fused path: {reason}", call.op),
             Some(reason) => Ok(Self::Reference { reason: format!("no kernel reads the key lists: {reason}") }),
         }
@@ -104,7 +107,11 @@ impl Choice {
 
     /// Returns whether a kernel runs the call that reads codes of keys and values.
     pub fn reads_codes(&self) -> bool {
-        matches!(self, Self::Cpu(_) | Self::Listed(_) | Self::Cuda(_))
+        match self {
+            Self::Cpu(_) | Self::Listed(_) | Self::Cuda(_) => true,
+            Self::Metal(metal_path) => metal_path.reads_codes(),
+            Self::Reference { .. } => false,
+        }
     }
 
     /// Returns the choice in the form that callers read.
@@ -116,6 +123,7 @@ impl Choice {
                 Plan::fused(format!("the CPU kernel over the listed keys, {instruction_set}"))
             }
             Self::Listed(ListedKernel::Cuda) => Plan::fused("a CUDA kernel over the listed keys".into()),
+            Self::Listed(ListedKernel::Metal) => Plan::fused("a Metal kernel over the listed keys".into()),
             Self::Cuda(cuda_path) => {
                 Plan { scratch_bytes: cuda_path.scratch_bytes(), ..Plan::fused(cuda_path.to_string()) }
             }

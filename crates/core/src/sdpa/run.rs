@@ -6,6 +6,7 @@ use candle_core::{Result, bail};
 use super::call::Call;
 use super::cuda::CudaPath;
 use super::listed::ListedKernel;
+use super::metal::MetalPath;
 use super::options::Backend;
 use super::plan::{Choice, Plan};
 use super::results::Attended;
@@ -44,6 +45,9 @@ pub(crate) fn run(call: Call, wanted: RequestedResults) -> Result<Attended> {
     match Choice::fused(&call, wanted)? {
         Ok(Choice::Cpu(instruction_set)) => cpu::attend_over_pages(&call, instruction_set, wanted),
         Ok(Choice::Cuda(cuda_path)) => attend_on_cuda(&call, *cuda_path, wanted, || {
+            reference::attend(&gather::with_keys_in_one_piece(call.clone())?, wanted)
+        }),
+        Ok(Choice::Metal(metal_path)) => attend_on_metal(&call, metal_path, wanted, || {
             reference::attend(&gather::with_keys_in_one_piece(call.clone())?, wanted)
         }),
         _ => choose(gather::with_keys_in_one_piece(call)?, wanted)?.attend(wanted),
@@ -94,17 +98,12 @@ pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Re
         Choice::Reference { .. } => reference::attend(&call, wanted),
         Choice::Cpu(instruction_set) => cpu::attend(call, instruction_set, wanted),
         Choice::Listed(kernel @ ListedKernel::Cpu(_)) => listed::attend(call, kernel, wanted),
-        Choice::Listed(kernel @ ListedKernel::Cuda) => {
+        Choice::Listed(kernel @ (ListedKernel::Cuda | ListedKernel::Metal)) => {
             let fused = listed::attend(call.clone(), kernel, wanted);
             or_reference(&call, fused, || reference::attend(&listed::with_all_keys(call.clone())?, wanted))
         }
         Choice::Cuda(cuda_path) => attend_on_cuda(&call, *cuda_path, wanted, || reference::attend(&call, wanted)),
-        Choice::Metal(metal_path) => unless_check_failed(
-            &call,
-            metal_path.check_first_use(),
-            || reference::attend(&call, wanted),
-            || metal_path.attend(&call, wanted),
-        ),
+        Choice::Metal(metal_path) => attend_on_metal(&call, metal_path, wanted, || reference::attend(&call, wanted)),
     }
 }
 
@@ -116,6 +115,16 @@ fn attend_on_cuda(
     reference: impl FnOnce() -> Result<Attended>,
 ) -> Result<Attended> {
     unless_check_failed(call, cuda_path.check_first_use(), reference, || cuda_path.attend(wanted))
+}
+
+/// Runs a call on Metal as [`attend_on_cuda`] does on CUDA.
+fn attend_on_metal(
+    call: &Call,
+    metal_path: MetalPath,
+    wanted: RequestedResults,
+    reference: impl FnOnce() -> Result<Attended>,
+) -> Result<Attended> {
+    unless_check_failed(call, metal_path.check_first_use(), reference, || metal_path.attend(call, wanted))
 }
 
 /// Runs a call on GPU kernels. If they fail, or failed their check at first use, the reference path runs it, unless

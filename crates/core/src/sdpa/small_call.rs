@@ -5,7 +5,9 @@ use candle_attention_call::{KvCodeFormat, KvScales, RequestedResults};
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::call::{Call, Qkv};
+use super::gather::with_keys_in_one_piece;
 use super::options::SdpaOptions;
+use super::paged::PagedSequences;
 use super::reference;
 use super::results::Attended;
 use crate::mask::AttentionMask;
@@ -13,11 +15,13 @@ use candle_attention_modules::base::first_use::{
     ComparedResult, ResultWithGradients, case_numbers, variables_in, variables_on,
 };
 
-/// The sequences, query heads, key heads and the width of a head.
+/// The sequences, query heads and key heads.
 const B: usize = 2;
 const H: usize = 2;
 const H_KV: usize = 1;
-const D: usize = 64;
+
+/// The positions of a page.
+const PAGE_SIZE: usize = 8;
 
 /// The keys that the second sequence lacks.
 const MISSING_KEYS: usize = 9;
@@ -30,8 +34,10 @@ pub(super) type RunCall = fn(&Call, RequestedResults) -> Result<Attended>;
 pub(super) struct SmallCall {
     pub t_q: usize,
     pub t_kv: usize,
-    /// Whether keys and values are codes of 8 bits.
-    pub has_codes: bool,
+    /// The format of keys and values that are codes.
+    pub codes: Option<KvCodeFormat>,
+    /// Whether keys and values are in pages.
+    pub in_pages: bool,
     /// Whether the gradients of queries, keys and values are compared too.
     pub has_gradients: bool,
 }
@@ -46,7 +52,7 @@ struct SmallCallInputs {
 
 impl SmallCall {
     /// Queries for which forward kernels run, and keys of several tiles.
-    pub const PROMPT: Self = Self { t_q: 72, t_kv: 136, has_codes: false, has_gradients: false };
+    pub const PROMPT: Self = Self { t_q: 72, t_kv: 136, codes: None, in_pages: false, has_gradients: false };
 
     /// One query, and keys that are split over blocks.
     pub const TOKEN: Self = Self { t_q: 1, t_kv: 600, ..Self::PROMPT };
@@ -68,39 +74,85 @@ impl SmallCall {
         ResultWithGradients { names: &names, found: &own, expected: &other }.compare(&found, &expected)
     }
 
-    /// Draws the inputs on the CPU.
+    /// Returns the width of a head. Two groups of 64 numbers have separate scales.
+    fn width(self) -> usize {
+        if self.codes == Some(KvCodeFormat::Q4) { 128 } else { 64 }
+    }
+
+    /// Draws the inputs on the CPU: a batch, or packed queries with pools of pages.
     fn inputs(self, dtype: DType) -> Result<SmallCallInputs> {
-        let Self { t_q, t_kv, has_codes, .. } = self;
-        let q = case_numbers(&[B, H, t_q, D], 1, dtype)?;
-        let rows = |seed: u64, own: DType| case_numbers(&[B, H_KV, t_kv, D], seed, own);
-        if !has_codes {
-            return Ok(SmallCallInputs { q, k: rows(2, dtype)?, v: rows(3, dtype)?, scales: None });
-        }
-        // From 0 to 255.
-        let codes = |seed: u64| rows(seed, DType::F32)?.affine(85.0, 127.5)?.to_dtype(DType::U8);
-        // From 0.001 to 0.019.
-        let scales = |seed: u64| case_numbers(&[B, H_KV, t_kv, 1], seed, DType::F32)?.affine(0.006, 0.01);
+        let Self { t_q, t_kv, codes, in_pages, .. } = self;
+        let width = self.width();
+        let queries = case_numbers(&[B, H, t_q, width], 1, dtype)?;
+        let q = if in_pages { queries.transpose(1, 2)?.reshape((B * t_q, H, width))? } else { queries };
+        let stored = |rows: Tensor| if in_pages { as_pages(&rows) } else { Ok(rows) };
+        let rows = |columns: usize, seed: u64, own: DType| case_numbers(&[B, H_KV, t_kv, columns], seed, own);
+        let Some(format) = codes else {
+            return Ok(SmallCallInputs {
+                q,
+                k: stored(rows(width, 2, dtype)?)?,
+                v: stored(rows(width, 3, dtype)?)?,
+                scales: None,
+            });
+        };
+        let bytes = |seed: u64| -> Result<Tensor> {
+            let numbers = rows(format.bytes(width), seed, DType::F32)?;
+            if format != KvCodeFormat::E4M3 {
+                // From 0 to 255.
+                return stored(numbers.affine(85.0, 127.5)?.to_dtype(DType::U8)?);
+            }
+            // Up to 120, without the codes of NaN, and a sign.
+            let signs = rows(width, seed + 4, DType::F32)?.ge(0f32)?.to_dtype(DType::F32)?;
+            let sizes = numbers.affine(40.0, 60.0)?.to_dtype(DType::U8)?.to_dtype(DType::F32)?;
+            stored((sizes + (signs * 128.0)?)?.to_dtype(DType::U8)?)
+        };
+        // Numbers of a few units: from 0.1 to 1.9 of this for the largest code.
+        let size = if format == KvCodeFormat::Q4 { 0.15 } else { 0.01 };
+        let scales = |seed: u64| stored(rows(format.scales(width), seed, DType::F32)?.affine(0.6 * size, size)?);
         Ok(SmallCallInputs {
             q,
-            k: codes(2)?,
-            v: codes(3)?,
-            scales: Some(KvScales { format: KvCodeFormat::Q8, k: scales(4)?, v: scales(5)? }),
+            k: bytes(2)?,
+            v: bytes(3)?,
+            scales: Some(KvScales { format, k: scales(4)?, v: scales(5)? }),
         })
     }
 
-    /// Returns the output (B, H, T_q, D) of a call.
+    /// Returns the output of a call: (B, H, T_q, D), or of packed queries.
     fn output(self, inputs: &SmallCallInputs, attend: RunCall) -> Result<Tensor> {
+        const OP: &str = "check at first use";
         let SmallCallInputs { q, k, v, scales } = inputs;
-        let mask = AttentionMask::causal().with_valid_lens(vec![self.t_kv, self.t_kv - MISSING_KEYS]);
-        let options = SdpaOptions::default();
-        let call = Call::with_all_dims("check at first use", Qkv { q, k, v }, scales.as_ref(), None, &mask, &options)?;
+        let (qkv, options) = (Qkv { q, k, v }, SdpaOptions::default());
+        let lengths = vec![self.t_kv, self.t_kv - MISSING_KEYS];
+        let call = if self.in_pages {
+            let pages = (0..B).map(|b| self.pages(b)).collect();
+            let sequences = PagedSequences::new(vec![0, self.t_q, 2 * self.t_q], lengths, pages)?;
+            Call::over_pages(OP, qkv, scales.as_ref(), &sequences, &AttentionMask::causal(), &options)?
+        } else {
+            let mask = AttentionMask::causal().with_valid_lens(lengths);
+            Call::with_all_dims(OP, qkv, scales.as_ref(), None, &mask, &options)?
+        };
         Ok(attend(&call, RequestedResults::default())?.output)
     }
+
+    /// Returns the pages of a sequence in the pools of [`as_pages`].
+    fn pages(self, sequence: usize) -> Vec<u32> {
+        let pages = self.t_kv / PAGE_SIZE;
+        (0..pages).map(|n| (B * pages - 1 - sequence * pages - n) as u32).collect()
+    }
+}
+
+/// Returns rows (B, H_kv, T_kv, ..) as a pool (pages, page size, H_kv, ..) whose pages are in the reverse order.
+fn as_pages(rows: &Tensor) -> Result<Tensor> {
+    let (b, h_kv, t_kv, width) = rows.dims4()?;
+    let pages = b * t_kv / PAGE_SIZE;
+    let in_order = rows.transpose(1, 2)?.reshape((pages, PAGE_SIZE, h_kv, width))?;
+    let reverse: Vec<u32> = (0..pages as u32).rev().collect();
+    in_order.index_select(&Tensor::new(reverse, rows.device())?, 0)
 }
 
 /// Runs a call on the reference path.
 fn on_reference(call: &Call, wanted: RequestedResults) -> Result<Attended> {
-    reference::attend(call, wanted)
+    reference::attend(&with_keys_in_one_piece(call.clone())?, wanted)
 }
 
 /// Returns a tensor in f64; codes stay as they are.

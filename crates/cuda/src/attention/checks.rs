@@ -63,18 +63,13 @@ fn expect(is_met: bool, reason: impl FnOnce() -> String) -> Result<(), Unsupport
 impl CallSizes {
     /// Returns the sizes of a call after checking that all tensors fit them.
     pub fn of(call: &CudaCall) -> Result<Self, Unsupported> {
-        if let Some(scales) = &call.kv_scales {
-            expect(scales.format == KvCodeFormat::Q8, || {
-                format!("keys and values are codes of {}, expected 8 bits", scales.format)
-            })?;
-        }
         let element = ElementType::of(call.q.dtype())
             .map_err(|_| Unsupported::new(format!("q is {:?}, expected f16, bf16 or f32", call.q.dtype())))?;
         let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = call.dims;
         check_shape("q", &call.q, [b, h, t_q, d])?;
         let KeyRowDims { count: batches, rows } = KeyRowDims::of(call)?;
-        check_shape("k", &call.k, [batches, h_kv, rows, d])?;
-        check_shape("v", &call.v, [batches, h_kv, rows, d_v])?;
+        check_shape("k", &call.k, [batches, h_kv, rows, stored_width(call, d)?])?;
+        check_shape("v", &call.v, [batches, h_kv, rows, stored_width(call, d_v)?])?;
         let mut sizes = Self {
             element,
             batch: b,
@@ -161,6 +156,21 @@ fn check_pages(call: &CudaCall, sizes: &CallSizes) -> Result<(), Unsupported> {
     expect(call.scores.dropout.is_none(), || "weights are dropped, which is for keys in one piece".into())
 }
 
+/// Returns the width of stored rows of `width` numbers: of their codes, if they are codes.
+fn stored_width(call: &CudaCall, width: usize) -> Result<usize, Unsupported> {
+    let Some(KvScales { format, .. }) = &call.kv_scales else { return Ok(width) };
+    expect(width.is_multiple_of(format.block()), || {
+        format!("a row has {width} numbers in codes of {format}, expected a multiple of {}", format.block())
+    })?;
+    Ok(format.bytes(width))
+}
+
+/// Checks that codes have the format that the CUDA kernels read.
+pub(super) fn check_codes(call: &CudaCall) -> Result<(), Unsupported> {
+    let Some(KvScales { format, .. }) = &call.kv_scales else { return Ok(()) };
+    expect(*format == KvCodeFormat::Q8, || format!("keys and values are codes of {format}, expected 8 bits"))
+}
+
 /// Checks the shape of queries, keys or values.
 fn check_shape(name: &str, tensor: &Tensor, expected: [usize; 4]) -> Result<(), Unsupported> {
     expect(tensor.dims() == expected, || format!("{name} has shape {:?}, expected {expected:?}", tensor.dims()))
@@ -175,11 +185,13 @@ fn check_rows(call: &CudaCall) -> Result<(), Unsupported> {
             format!("the last dimension of {name} is not contiguous")
         })?;
     }
-    let Some(KvScales { format: _, k, v }) = &call.kv_scales else { return Ok(()) };
-    for (name, tensor) in [("the scales of k", k), ("the scales of v", v)] {
-        let expected = [call.k.dims()[0], call.k.dims()[1], call.k.dims()[2], 1];
+    let Some(KvScales { format, k, v }) = &call.kv_scales else { return Ok(()) };
+    for (name, tensor, width) in [("the scales of k", k, call.dims.d), ("the scales of v", v, call.dims.d_v)] {
+        let scales = format.scales(width);
+        let expected = [call.k.dims()[0], call.k.dims()[1], call.k.dims()[2], scales];
         expect(tensor.dtype() == DType::F32, || format!("{name} are {:?}, expected f32", tensor.dtype()))?;
         expect(tensor.dims() == expected, || format!("{name} have shape {:?}, expected {expected:?}", tensor.dims()))?;
+        expect(scales == 1 || tensor.stride()[3] == 1, || format!("the last dimension of {name} is not contiguous"))?;
     }
     Ok(())
 }

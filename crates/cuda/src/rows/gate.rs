@@ -5,8 +5,9 @@ use candle_core::{Result, Storage, Tensor};
 use super::activation::Activation;
 use super::outline::{self, RowsCall, Run};
 use super::{RowsShape, row_strides};
+use crate::attention::InputAddresses;
 use crate::ci_programs::CiProgram;
-use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
+use crate::device::{Grid, KernelArguments, Launch, TensorLocks};
 use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, RowStrides};
 use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
@@ -63,44 +64,44 @@ kernel_struct! {
     ///
     /// B is `entries`, T is `tokens`, H is `heads` and D is `width`. G is D, or 1 if one number of the gate multiplies
     /// a row.
-    pub(super) struct GateArguments {
+    pub struct GateArguments {
         // ---- tensors ----
         /// (B, T, H, G), elements, before the activation.
-        gates: InputPointer<Elements>,
+        pub gates: InputPointer<Elements>,
         /// (B, T, H, D), elements.
-        values: InputPointer<Elements>,
+        pub values: InputPointer<Elements>,
         /// (B, T, H, D), elements, contiguous.
-        output: OutputPointer<Elements>,
+        pub output: OutputPointer<Elements>,
         // ---- tensors of the backward pass ----
         /// (B, T, H, D), elements.
-        output_gradient: InputPointer<Elements>,
+        pub output_gradient: InputPointer<Elements>,
         /// (B, T, H, G), elements, contiguous.
-        gate_gradient: OutputPointer<Elements>,
+        pub gate_gradient: OutputPointer<Elements>,
         /// (B, T, H, D), elements, contiguous.
-        value_gradient: OutputPointer<Elements>,
+        pub value_gradient: OutputPointer<Elements>,
         // ---- strides, in elements ----
         /// The strides of `gates`.
-        gate_strides: RowStrides,
+        pub gate_strides: RowStrides,
         /// The strides of `values`.
-        value_strides: RowStrides,
+        pub value_strides: RowStrides,
         /// The strides of `output_gradient`.
-        output_gradient_strides: RowStrides,
+        pub output_gradient_strides: RowStrides,
         /// 1, or 0 if G is 1.
-        gate_column_stride: i64,
+        pub gate_column_stride: i64,
         // ---- sizes ----
         /// B, the entries of the batch.
-        entries: i32,
+        pub entries: i32,
         /// T, the tokens of an entry.
-        tokens: i32,
+        pub tokens: i32,
         /// H, the heads.
-        heads: i32,
+        pub heads: i32,
         /// D, the columns of a row.
-        width: i32,
+        pub width: i32,
         /// The columns of a warp; all of a row if G is 1.
-        columns: i32,
+        pub columns: i32,
         // ---- options ----
         /// One of the constants in activations.cuh.
-        activation: i32,
+        pub activation: i32,
     }
 
     /// The warps of a block.
@@ -187,7 +188,17 @@ impl GateCall {
         })
     }
 
-    fn arguments<'t>(&'t self, shape: GateShape, operands: &mut Operands<'_, 't>) -> Result<GateArguments> {
+    /// Returns the launch of the forward pass.
+    pub(super) fn forward_kernel(shape: GateShape) -> Launch {
+        launch(FORWARD, shape)
+    }
+
+    /// Returns the arguments without an output.
+    pub(super) fn arguments<'t>(
+        &'t self,
+        shape: GateShape,
+        operands: &mut impl InputAddresses<'t>,
+    ) -> Result<GateArguments> {
         Ok(GateArguments {
             gates: operands.input("gates", &self.gates)?,
             values: operands.input("values", &self.values)?,

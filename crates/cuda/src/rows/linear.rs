@@ -4,8 +4,9 @@ use candle_core::{Result, Storage, Tensor};
 
 use super::activation::Activation;
 use super::outline::{self, RowsCall, Run};
+use crate::attention::InputAddresses;
 use crate::ci_programs::CiProgram;
-use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
+use crate::device::{Grid, KernelArguments, Launch, TensorLocks};
 use crate::element::ElementType;
 use crate::kernel_pointers::{Elements, InputPointer, OutputPointer};
 use crate::kernel_struct::kernel_struct;
@@ -69,7 +70,7 @@ kernel_struct! {
     ///
     /// M is `rows`, K is `width` and N is `outputs`. All tensors are contiguous. A pointer that a call does not need is
     /// null.
-    pub(super) struct LinearRowsArguments {
+    pub struct LinearRowsArguments {
         // ---- tensors, all of elements ----
         /// (M, K).
         pub inputs: InputPointer<Elements>,
@@ -192,13 +193,28 @@ impl LinearRowsCall {
         let mut operands = run.operands(&locks);
         let mut arguments = self.arguments(shape, &mut operands)?;
         arguments.output = operands.output("output", &mut output)?;
-        let grid = Grid::linear(shape.pairs.div_ceil(LINEAR_WARPS / shape.product_warps()));
-        run.launch(&operands, &Launch::new(kernel(shape.program_rows()), grid), &arguments)?;
+        run.launch(&operands, &Self::forward_kernel(shape), &arguments)?;
         operands.finish();
         Ok(output.into_storage())
     }
 
-    fn arguments<'t>(&'t self, shape: LinearShape, operands: &mut Operands<'_, 't>) -> Result<LinearRowsArguments> {
+    /// Returns the launch of the forward pass.
+    pub(super) fn forward_kernel(shape: LinearShape) -> Launch {
+        let grid = Grid::linear(shape.pairs.div_ceil(LINEAR_WARPS / shape.product_warps()));
+        Launch::new(kernel(shape.program_rows()), grid)
+    }
+
+    /// Returns the dimensions of the output.
+    pub(super) fn output_dims(&self, shape: LinearShape) -> Vec<usize> {
+        vec![shape.rows, shape.outputs]
+    }
+
+    /// Returns the arguments without an output.
+    pub(super) fn arguments<'t>(
+        &'t self,
+        shape: LinearShape,
+        operands: &mut impl InputAddresses<'t>,
+    ) -> Result<LinearRowsArguments> {
         let up = self.up.as_ref();
         let inputs = operands.input("inputs", &self.xs)?;
         let weights = operands.input("weights", &self.linear.weight)?;

@@ -16,6 +16,7 @@ mod norm;
 mod outline;
 mod quantize_rows;
 mod rotation;
+mod shared;
 
 pub use activation::Activation;
 pub use coded_weight::{CodedNumbers, CodedValues, CodedWeight, HostCodes};
@@ -28,6 +29,17 @@ pub use linear_codes::{CodedLinear, DequantizeCall, LinearCodesCall};
 pub use norm::{NormCall, NormGradients, NormParameterGradients};
 pub use quantize_rows::{QuantizeRowsCall, RowCodes};
 pub use rotation::{AngleRows, RotationCall};
+
+#[doc(hidden)]
+pub use gate::GateArguments;
+#[doc(hidden)]
+pub use linear::LinearRowsArguments;
+#[doc(hidden)]
+pub use norm::NormArguments;
+#[doc(hidden)]
+pub use rotation::RotationArguments;
+#[doc(hidden)]
+pub use shared::{ForwardRows, ForwardRowsLaunch};
 
 use candle_core::Tensor;
 

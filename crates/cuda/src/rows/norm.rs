@@ -4,8 +4,9 @@ use candle_core::{DType, Result, Storage, Tensor};
 
 use super::outline::{self, RowsCall, Run};
 use super::{RowsShape, row_strides};
+use crate::attention::InputAddresses;
 use crate::ci_programs::CiProgram;
-use crate::device::{DeviceBuffer, Grid, KernelArguments, Launch, Operands, TensorLocks};
+use crate::device::{DeviceBuffer, Grid, KernelArguments, Launch, TensorLocks};
 use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, RowStrides};
 use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
@@ -75,58 +76,58 @@ kernel_struct! {
     /// The only argument of the kernels of norms over rows.
     ///
     /// B is `entries`, T is `tokens`, H is `heads` and D is `width`. A pointer that a call does not need is null.
-    pub(super) struct NormArguments {
+    pub struct NormArguments {
         // ---- tensors ----
         /// (B, T, H, D), elements.
-        inputs: InputPointer<Elements>,
+        pub inputs: InputPointer<Elements>,
         /// (D), or (H, D).
-        weights: InputPointer<f32>,
+        pub weights: InputPointer<f32>,
         /// As weights. May be null.
-        biases: InputPointer<f32>,
+        pub biases: InputPointer<f32>,
         /// (B, T, H, D), elements, contiguous.
-        output: OutputPointer<Elements>,
+        pub output: OutputPointer<Elements>,
         // ---- tensors of the backward pass ----
         /// (B, T, H, D), elements.
-        output_gradient: InputPointer<Elements>,
+        pub output_gradient: InputPointer<Elements>,
         /// (B, T, H, D), elements, contiguous.
-        input_gradient: OutputPointer<Elements>,
+        pub input_gradient: OutputPointer<Elements>,
         /// (B, T, H): the mean of each row, 0 without subtracts_mean.
-        means: OutputPointer<f32>,
+        pub means: OutputPointer<f32>,
         /// (B, T, H): 1 / sqrt(variance + epsilon).
-        factors: OutputPointer<f32>,
+        pub factors: OutputPointer<f32>,
         /// (parts, number of weights).
-        weight_gradient_parts: OutputPointer<f32>,
+        pub weight_gradient_parts: OutputPointer<f32>,
         /// As weight_gradient_parts. May be null.
-        bias_gradient_parts: OutputPointer<f32>,
+        pub bias_gradient_parts: OutputPointer<f32>,
         /// As weights.
-        weight_gradient: OutputPointer<f32>,
+        pub weight_gradient: OutputPointer<f32>,
         /// As weights. May be null.
-        bias_gradient: OutputPointer<f32>,
+        pub bias_gradient: OutputPointer<f32>,
         // ---- strides, in elements ----
         /// The strides of `inputs`.
-        input_strides: RowStrides,
+        pub input_strides: RowStrides,
         /// The strides of `output_gradient`.
-        output_gradient_strides: RowStrides,
+        pub output_gradient_strides: RowStrides,
         /// D, or 0 if all heads have the same weights.
-        weight_head_stride: i64,
+        pub weight_head_stride: i64,
         // ---- sizes ----
         /// B, the entries of the batch.
-        entries: i32,
+        pub entries: i32,
         /// T, the tokens of an entry.
-        tokens: i32,
+        pub tokens: i32,
         /// H, the heads.
-        heads: i32,
+        pub heads: i32,
         /// D, the columns of a row.
-        width: i32,
+        pub width: i32,
         /// Groups of rows whose gradients of weights are added up separately.
-        parts: i32,
+        pub parts: i32,
         // ---- options and numbers ----
         /// The warps that compute a row: 1, or ROW_NORM_WARPS.
-        row_warps: i32,
+        pub row_warps: i32,
         /// 1: the mean of a row is subtracted; 0: its variance is the mean square.
-        subtracts_mean: i32,
+        pub subtracts_mean: i32,
         /// The number that is added to the variance.
-        epsilon: f32,
+        pub epsilon: f32,
     }
 
     /// The warps of a block of the kernels that compute rows.
@@ -253,7 +254,17 @@ impl NormCall {
         })
     }
 
-    fn arguments<'t>(&'t self, shape: RowsShape, operands: &mut Operands<'_, 't>) -> Result<NormArguments> {
+    /// Returns the launch of the forward pass.
+    pub(super) fn forward_kernel(shape: RowsShape) -> Launch {
+        row_launch("norm_forward", shape)
+    }
+
+    /// Returns the arguments without an output.
+    pub(super) fn arguments<'t>(
+        &'t self,
+        shape: RowsShape,
+        operands: &mut impl InputAddresses<'t>,
+    ) -> Result<NormArguments> {
         Ok(NormArguments {
             inputs: operands.input("inputs", &self.xs)?,
             weights: operands.input("weights", &self.weight)?,

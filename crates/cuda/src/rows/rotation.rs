@@ -4,8 +4,9 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 
 use super::outline::{self, RowsCall, Run};
 use super::row_strides;
+use crate::attention::InputAddresses;
 use crate::ci_programs::CiProgram;
-use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
+use crate::device::{Grid, KernelArguments, Launch, TensorLocks};
 use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, RowStrides};
 use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
@@ -57,45 +58,45 @@ kernel_struct! {
     /// The only argument of the kernel that rotates heads (rotary position embeddings).
     ///
     /// B is `entries`, T is `tokens`, H is `heads` and D is `width`. A pointer that a call does not need is null.
-    pub(super) struct RotationArguments {
+    pub struct RotationArguments {
         // ---- tensors ----
         /// (B, T, H, D), elements.
-        inputs: InputPointer<Elements>,
+        pub inputs: InputPointer<Elements>,
         /// (B, T, H, D), elements, contiguous.
-        output: OutputPointer<Elements>,
+        pub output: OutputPointer<Elements>,
         /// (angle_row_count, pairs).
-        cosines: InputPointer<f32>,
+        pub cosines: InputPointer<f32>,
         /// (angle_row_count, pairs).
-        sines: InputPointer<f32>,
+        pub sines: InputPointer<f32>,
         /// (T), or (B, T): the row of the angles of a token. Null: first_angle_row and those after it.
-        angle_rows: InputPointer<i32>,
+        pub angle_rows: InputPointer<i32>,
         // ---- strides, in elements ----
         /// The strides of `inputs`.
-        input_strides: RowStrides,
+        pub input_strides: RowStrides,
         /// From sequence to sequence: T, or 0 if all have the same rows.
-        angle_rows_stride: i64,
+        pub angle_rows_stride: i64,
         // ---- sizes ----
         /// B, the entries of the batch.
-        entries: i32,
+        pub entries: i32,
         /// T, the tokens of an entry.
-        tokens: i32,
+        pub tokens: i32,
         /// H, the heads.
-        heads: i32,
+        pub heads: i32,
         /// D, the columns of a row.
-        width: i32,
+        pub width: i32,
         /// The columns that are rotated, divided by 2.
-        pairs: i32,
+        pub pairs: i32,
         /// The rows of `cosines` and of `sines`.
-        angle_row_count: i32,
+        pub angle_row_count: i32,
         // ---- options ----
         /// The row of the angles of the first token, without `angle_rows`.
-        first_angle_row: i32,
+        pub first_angle_row: i32,
         /// 1: a pair are two neighbouring columns; 0: column n and column n + pairs.
-        interleaved: i32,
+        pub interleaved: i32,
         /// 1: rotates by the opposite angles.
-        inverse: i32,
+        pub inverse: i32,
         /// 0: makes the size a multiple of 8 bytes.
-        reserved: i32,
+        pub reserved: i32,
     }
 
     /// The threads of a block.
@@ -177,7 +178,17 @@ impl RotationCall {
         Ok(output.into_storage())
     }
 
-    fn arguments<'t>(&'t self, shape: RotationShape, operands: &mut Operands<'_, 't>) -> Result<RotationArguments> {
+    /// Returns the launch of the forward pass.
+    pub(super) fn forward_kernel(shape: RotationShape) -> Launch {
+        launch(shape)
+    }
+
+    /// Returns the arguments without an output.
+    pub(super) fn arguments<'t>(
+        &'t self,
+        shape: RotationShape,
+        operands: &mut impl InputAddresses<'t>,
+    ) -> Result<RotationArguments> {
         let mut arguments = RotationArguments {
             inputs: operands.input("inputs", &self.xs)?,
             cosines: operands.input("cosines", &self.cosines)?,

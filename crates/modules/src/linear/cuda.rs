@@ -59,10 +59,17 @@ impl FewRows {
     }
 }
 
-impl CudaRows {
+/// The call of a linear layer of few rows with weights of elements, and the shape of its outputs.
+pub(super) struct ElementRows {
+    pub call: LinearRowsCall,
+    /// (.., out).
+    pub shape: Shape,
+}
+
+impl ElementRows {
     /// Returns the layer for inputs (.., in) that fit the weight, and for another one whose outputs multiply the
-    /// activated outputs; `None` if the kernel does not support it, as for many rows, or if gradients are tracked.
-    pub fn plan(
+    /// activated outputs; `None` for many rows, other dtypes and layouts than kernels read, and tracked gradients.
+    pub fn new(
         xs: &Tensor,
         linear: LinearParameters,
         up: Option<LinearParameters>,
@@ -81,7 +88,20 @@ impl CudaRows {
             return None;
         }
         let FewRows { xs, residual, shape } = FewRows::new(xs, residual, outputs)?;
-        let kernel = LinearRowsCall { xs, linear, activation, up, residual };
+        Some(Self { call: LinearRowsCall { xs, linear, activation, up, residual }, shape })
+    }
+}
+
+impl CudaRows {
+    /// Returns the layer for inputs (.., in) that fit the weight, and for another one whose outputs multiply the
+    /// activated outputs; `None` if the kernel does not support it, as for many rows, or if gradients are tracked.
+    pub fn plan(
+        xs: &Tensor,
+        linear: LinearParameters,
+        up: Option<LinearParameters>,
+        epilogue: RowsEpilogue,
+    ) -> Option<Self> {
+        let ElementRows { call: kernel, shape } = ElementRows::new(xs, linear, up, epilogue)?;
         kernel.plan().ok()?;
         ROWS_CASE.check(kernel.xs.device(), kernel.xs.dtype()).ok()?;
         Some(Self { kernel: RowsKernel::Elements(kernel.into()), shape })

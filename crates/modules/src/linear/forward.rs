@@ -82,6 +82,11 @@ impl PackedLinear {
         {
             return call.run();
         }
+        if xs.device().is_metal()
+            && let Some(ys) = self.metal_rows(xs, columns.clone(), residual)
+        {
+            return ys;
+        }
         let mut ys = self.affine(xs, columns)?;
         if let Some(activation) = self.activation {
             ys = activation.forward(&ys)?;

@@ -4,9 +4,11 @@ use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::Activation;
 
 use super::cuda::{CudaRows, RowsEpilogue};
+use super::metal::rows_on_metal;
 use super::product::{Factor, ProductEpilogue, UpProduct, cuda_activation, kernel_activation, product};
 use super::{PackedLinear, Weight};
 use crate::cuda_gate::CudaGate;
+use crate::metal_rows;
 
 const OP: &str = "packed_gated_linear";
 
@@ -85,6 +87,31 @@ impl PackedGatedLinear {
         CudaRows::plan(xs, self.gate.cuda_parameters(columns)?, Some(up), epilogue)
     }
 
+    /// Returns the outputs by Metal kernels: one for few rows, and otherwise one for the gate and its product. `None`
+    /// where no kernels run.
+    fn on_metal(&self, xs: &Tensor) -> Result<Option<Tensor>> {
+        let Some(activation) = self.gate.activation.and_then(cuda_activation) else { return Ok(None) };
+        if candle_attention_metal::is_available(xs.device()).is_err() {
+            return Ok(None);
+        }
+        let columns = 0..self.out_dim();
+        self.gate.check(xs, &columns)?;
+        if let Some(linear) = self.gate.cuda_parameters(columns.clone())
+            && let Some(up) = self.up.cuda_parameters(columns.clone())
+        {
+            let epilogue = RowsEpilogue { activation: Some(activation), residual: None };
+            if let Some(ys) = rows_on_metal(xs, linear, Some(up), epilogue) {
+                return ys.map(Some);
+            }
+        }
+        let before = self.gate.affine(xs, columns)?;
+        let values = self.up.forward(xs)?;
+        match metal_rows::gate(&before, &values, activation) {
+            Some(ys) => ys.map(Some),
+            None => self.gate.activation.map(|own| before.apply(&own)?.mul(&values)).transpose(),
+        }
+    }
+
     /// Returns the number of outputs.
     pub fn out_dim(&self) -> usize {
         self.gate.out_dim()
@@ -133,6 +160,11 @@ impl Module for PackedGatedLinear {
                 Some(call) => call.run(),
                 None => before.apply(&activation)?.mul(&values),
             };
+        }
+        if xs.device().is_metal()
+            && let Some(ys) = self.on_metal(xs)?
+        {
+            return Ok(ys);
         }
         gate.forward(xs)?.mul(&up.forward(xs)?)
     }

@@ -8,6 +8,7 @@ mod forward;
 mod gated;
 mod kernel_codes;
 mod matrix;
+mod metal;
 mod product;
 mod projections;
 mod quantized;
@@ -29,6 +30,7 @@ pub(crate) use cuda_codes::CODES_CASE;
 use cuda_codes::dequantized;
 pub use gated::PackedGatedLinear;
 use matrix::contiguous;
+pub(crate) use metal::METAL_LINEAR_CASE;
 use product::{choose_instruction_set, kernel_activation, pack, unpack};
 pub use projections::{
     AdaptedLinear, ByProjection, IDLE_CALLS, KeysAndValues, LoraMatrices, NamedUpdates, Outputs, PackedProjection,

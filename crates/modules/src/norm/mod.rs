@@ -3,6 +3,7 @@
 mod blocks;
 mod config;
 mod cuda;
+mod metal;
 mod names;
 mod passes;
 mod rows;
@@ -19,6 +20,7 @@ pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, r
 pub use config::{OutputNorm, QkNorm, QkNormKind, QkNormScope, check_epsilon};
 use cuda::CudaNorm;
 pub(crate) use cuda::{GATED_NORM_CASE, NORM_CASE};
+pub(crate) use metal::METAL_NORM_CASE;
 pub use names::{KEY_NORM_NAMES, NormName, OUTPUT_NORM_NAMES, QUERY_NORM_NAMES, VALUE_NORM_NAMES};
 use passes::RowNorm;
 use rows::Affine;
@@ -181,6 +183,11 @@ impl Norm {
             && let Some(call) = CudaNorm::plan(self.row_norm(), xs, &affine)
         {
             return call.run();
+        }
+        if xs.device().is_metal()
+            && let Some(normed) = metal::norm_on_metal(self.row_norm(), xs, &affine)
+        {
+            return normed;
         }
         // Candle's fused norms have no backward pass and no f64, and need a weight (D,) of the dtype of the rows.
         if xs.track_op() || self.affine.is_none() {

@@ -1,10 +1,12 @@
 //! The report of the cases that check kernels at their first use on a device, for an issue.
 
-use candle_attention_core::internal::{ATTENTION_CASES, METAL_CASES, QUANTIZE_CASE, ROTATION_CASE};
+use candle_attention_core::internal::{
+    ATTENTION_CASES, METAL_CASES, METAL_ROTATION_CASE, QUANTIZE_CASE, ROTATION_CASE,
+};
 use candle_attention_cuda::{DeviceChecks, device_name, first_use, kernels_version};
 use candle_attention_delta::internal::{CONVOLUTION_CASE, DELTA_BACKWARD_CASE, DELTA_CASE, GATES_CASE};
 use candle_attention_modules::base::first_use::{CaseError, FirstUseCase, KERNEL_DTYPES, allowed_error};
-use candle_attention_modules::internal::FIRST_USE_CASES;
+use candle_attention_modules::internal::{FIRST_USE_CASES, METAL_CASES as METAL_ROW_CASES};
 use candle_core::{DType, Device};
 
 use super::command_line::one_line;
@@ -83,7 +85,8 @@ impl Kernels {
                 return Err("no Metal kernel is checked in this build and environment".into());
             };
             let (name, version) = (checks.device().to_string(), checks.version().to_string());
-            return Ok(Self { version, device: name, checked: "yes, all of them", cases: METAL_CASES.to_vec() });
+            let cases = [METAL_CASES.as_slice(), &METAL_ROW_CASES, &[METAL_ROTATION_CASE]].concat();
+            return Ok(Self { version, device: name, checked: "yes, all of them", cases });
         }
         let name = device_name(device).map_err(|reason| reason.to_string())?;
         let checked = match first_use(device) {

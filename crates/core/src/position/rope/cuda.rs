@@ -30,7 +30,7 @@ impl Rotation {
     }
 
     /// Returns the call of the kernel for heads (B, T, H, D) with contiguous rows.
-    fn kernel(&self, xs: &Tensor) -> Result<RotationCall> {
+    pub(super) fn kernel(&self, xs: &Tensor) -> Result<RotationCall> {
         let device = xs.device();
         let tables = self.angles.on(device)?;
         let in_a_row = self.index.windows(2).all(|pair| pair[1] == pair[0] + 1);

@@ -5,11 +5,13 @@ mod axes;
 mod config;
 mod cuda;
 mod frequencies;
+mod metal;
 mod scaling;
 
 pub use axes::{RopeAxes, RopeAxisLayout};
 pub use config::{RopeConfig, RopeStyle};
 pub use cuda::ROTATION_CASE;
+pub use metal::METAL_ROTATION_CASE;
 pub use scaling::RopeScaling;
 
 pub(crate) use frequencies::score_factor;
@@ -241,6 +243,12 @@ impl Rotation {
         if xs.device().is_cuda()
             && xs.elem_count() > 0
             && let Some(rotated) = self.by_kernel(xs)?
+        {
+            return Ok(rotated);
+        }
+        if xs.device().is_metal()
+            && xs.elem_count() > 0
+            && let Some(rotated) = self.on_metal(xs)?
         {
             return Ok(rotated);
         }

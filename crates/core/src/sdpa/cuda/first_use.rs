@@ -1,6 +1,6 @@
 //! The cases that check the kernels at their first use on a device on which nobody has run them.
 
-use candle_attention_call::RequestedResults;
+use candle_attention_call::{KvCodeFormat, RequestedResults};
 use candle_attention_cuda::ForwardKernel;
 use candle_core::{DType, Device, Error, Result};
 
@@ -26,7 +26,7 @@ fn forward(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
 }
 
 fn forward_over_codes(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    SmallCall { has_codes: true, ..SmallCall::PROMPT }.compare(device, dtype, attend)
+    SmallCall { codes: Some(KvCodeFormat::Q8), ..SmallCall::PROMPT }.compare(device, dtype, attend)
 }
 
 fn decode(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
@@ -34,7 +34,7 @@ fn decode(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
 }
 
 fn decode_over_codes(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    SmallCall { has_codes: true, ..SmallCall::TOKEN }.compare(device, dtype, attend)
+    SmallCall { codes: Some(KvCodeFormat::Q8), ..SmallCall::TOKEN }.compare(device, dtype, attend)
 }
 
 fn backward(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {

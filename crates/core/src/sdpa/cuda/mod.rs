@@ -4,7 +4,6 @@
 //! the package `candle-attention-cuda`.
 
 mod first_use;
-mod pages;
 #[cfg(test)]
 mod tests;
 
@@ -19,6 +18,7 @@ use super::call::{Call, swapped_for};
 use super::dropout::{KernelDropout, draw_seed};
 use super::first_line;
 use super::kernel_graph::{self, requested_gradients, tracks_gradients};
+use super::page_table::page_table;
 use super::prepared::prepared;
 use super::results::Attended;
 pub use first_use::ATTENTION_CASES;
@@ -64,7 +64,7 @@ impl CudaPath {
         let keys = bounded_keys(call).map_err(|error| first_line(&error))?;
         let mut cuda_call = prepared(call, keys, dropout).map_err(|error| first_line(&error))?;
         if let Some(sequences) = &call.attention.keys.pages {
-            cuda_call.pages = Some(pages::on_device(sequences, &call.attention.k).map_err(|error| first_line(&error))?);
+            cuda_call.pages = Some(page_table(sequences, &call.attention.k).map_err(|error| first_line(&error))?);
         }
         let attention = CudaAttention::new(cuda_call).map_err(|reason| reason.to_string())?;
         let kernel = attention.plan().map_err(|reason| reason.to_string())?;

@@ -1,4 +1,4 @@
-//! Attention to lists of keys. The fused kernels of CPUs and CUDA read the rows of the listed keys where they are
+//! Attention to lists of keys. The fused kernels read the rows of the listed keys where they are
 //! stored, as pages of one key each, whose table is the list: time and memory depend on the listed keys alone.
 //!
 //! Copies of the rows, one after the other, would take a write and a second read of each listed row for each block of
@@ -16,12 +16,14 @@ use candle_core::{DType, Device, Error, Result, Tensor};
 
 use super::call::Call;
 use super::cuda::CudaPath;
+use super::metal::MetalKernelCall;
 use super::options::Backend;
 use super::results::Attended;
 use super::{cpu, gather, listed_mask};
 use crate::mask::{FullyMaskedRows, ListedKeys};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::flash::SoftmaxStats;
+use candle_attention_metal::is_available;
 use candle_attention_modules::base::rowwise::{TensorElement, with_float};
 use part::parts_of;
 use rows::ListableRows;
@@ -56,6 +58,7 @@ pub(super) fn with_all_keys(call: Call) -> Result<Call> {
 pub(crate) enum ListedKernel {
     Cpu(InstructionSet),
     Cuda,
+    Metal,
 }
 
 /// Returns the reason why no path reads the listed keys alone, if there is one.
@@ -77,19 +80,27 @@ fn obstacle(call: &Call, wanted: RequestedResults) -> Result<Option<String>> {
             }
             Ok(None)
         }
-        Device::Cuda(_) => obstacle_of_cuda(call, listed, wanted),
-        Device::Metal(_) => Ok(Some("only CPUs and CUDA read listed keys alone".into())),
+        Device::Cuda(_) => obstacle_of_gpu(call, listed, wanted, ListedKernel::Cuda),
+        Device::Metal(device) => match is_available(&Device::Metal(device.clone())) {
+            Ok(()) => obstacle_of_gpu(call, listed, wanted, ListedKernel::Metal),
+            Err(reason) => Ok(Some(reason.to_string())),
+        },
     }
 }
 
-/// Returns the reason why no CUDA kernel reads the listed keys alone, if there is one.
-fn obstacle_of_cuda(call: &Call, listed: &ListedKeys, wanted: RequestedResults) -> Result<Option<String>> {
+/// Returns the reason why no kernel of a GPU reads the listed keys alone, if there is one.
+fn obstacle_of_gpu(
+    call: &Call,
+    listed: &ListedKeys,
+    wanted: RequestedResults,
+    kernel: ListedKernel,
+) -> Result<Option<String>> {
     let Dims { h_kv, t_q, t_kv, .. } = call.attention.dims;
     if call.tracks_gradients() {
-        return Ok(Some("an input is tracked for gradients, which the CUDA kernels do not have for lists".into()));
+        return Ok(Some("an input is tracked for gradients, which the kernels of GPUs do not have for lists".into()));
     }
     if (listed.heads() != 1 && h_kv != 1) || listed.query_block() != 1 {
-        return Ok(Some("the CUDA kernels read one list for each query and all heads".into()));
+        return Ok(Some("the kernels of GPUs read one list for each query and all heads".into()));
     }
     // A tile of queries reads all keys once, and each list of a query is read apart.
     if t_q.saturating_mul(listed.most_keys(t_kv)).saturating_mul(2) > t_kv {
@@ -97,8 +108,11 @@ fn obstacle_of_cuda(call: &Call, listed: &ListedKeys, wanted: RequestedResults) 
     }
     // The parts of a call differ in their sizes alone.
     let Some(part) = parts_of(call)?.next() else { return Ok(None) };
-    let part_call = part?.call(call, &ListableRows::new(call)?, ListedKernel::Cuda)?;
-    Ok(CudaPath::plan(&part_call, wanted).err())
+    let part_call = part?.call(call, &ListableRows::new(call)?, kernel)?;
+    Ok(match kernel {
+        ListedKernel::Metal => MetalKernelCall::plan(&part_call, wanted).err(),
+        ListedKernel::Cuda | ListedKernel::Cpu(_) => CudaPath::plan(&part_call, wanted).err(),
+    })
 }
 
 /// Returns the reason why no kernel of any device reads the listed keys alone, if there is one.
@@ -221,6 +235,12 @@ fn part_results(part_call: Call, kernel: ListedKernel, wanted: RequestedResults)
             let cuda_path = CudaPath::plan(&part_call, wanted).map_err(Error::msg)?;
             cuda_path.check_first_use().map_err(Error::msg)?;
             let Attended { output, log_sum_exp, .. } = cuda_path.attend(wanted)?;
+            Ok(PartResults { output, log_sum_exp, softmax_stats: None })
+        }
+        ListedKernel::Metal => {
+            let metal_call = MetalKernelCall::plan(&part_call, wanted).map_err(Error::msg)?;
+            metal_call.check_first_use().map_err(Error::msg)?;
+            let Attended { output, log_sum_exp, .. } = metal_call.attend(wanted)?;
             Ok(PartResults { output, log_sum_exp, softmax_stats: None })
         }
     }

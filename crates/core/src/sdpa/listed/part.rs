@@ -150,7 +150,9 @@ impl ListedPart {
         let table = match kernel {
             ListedKernel::Cpu(_) => Tensor::from_slice(rows, (*blocks, *heads, 1, *n), q.device())?,
             // All heads share a list.
-            ListedKernel::Cuda => uploaded(rows.iter().map(|&row| row as i32).collect(), &[*blocks, *n], q.device())?,
+            ListedKernel::Cuda | ListedKernel::Metal => {
+                uploaded(rows.iter().map(|&row| row as i32).collect(), &[*blocks, *n], q.device())?
+            }
         };
         Ok(Call {
             op: whole.op,

@@ -1,6 +1,6 @@
 //! The cases that check the Metal kernels at their first use: no Mac of ours has run them.
 
-use candle_attention_call::RequestedResults;
+use candle_attention_call::{KvCodeFormat, RequestedResults};
 use candle_attention_metal::{MetalKernel, first_use};
 use candle_core::{DType, Device, Error, Result};
 
@@ -15,8 +15,68 @@ const DECODE: FirstUseCase = FirstUseCase { operation: "attention on Metal, deco
 
 const BACKWARD: FirstUseCase = FirstUseCase { operation: "attention on Metal, backward", is_new: true, run: backward };
 
+/// The cases of keys and values that are stored as something else than floats in one piece.
+struct StoredCases {
+    forward: FirstUseCase,
+    decode: FirstUseCase,
+}
+
+const OF_8_BITS: StoredCases = StoredCases {
+    forward: new_case("attention on Metal, 8 bits, forward", |device, dtype| {
+        with_codes(SmallCall::PROMPT, KvCodeFormat::Q8).compare(device, dtype, attend)
+    }),
+    decode: new_case("attention on Metal, 8 bits, decode", |device, dtype| {
+        with_codes(SmallCall::TOKEN, KvCodeFormat::Q8).compare(device, dtype, attend)
+    }),
+};
+const OF_E4M3: StoredCases = StoredCases {
+    forward: new_case("attention on Metal, E4M3, forward", |device, dtype| {
+        with_codes(SmallCall::PROMPT, KvCodeFormat::E4M3).compare(device, dtype, attend)
+    }),
+    decode: new_case("attention on Metal, E4M3, decode", |device, dtype| {
+        with_codes(SmallCall::TOKEN, KvCodeFormat::E4M3).compare(device, dtype, attend)
+    }),
+};
+const OF_4_BITS: StoredCases = StoredCases {
+    forward: new_case("attention on Metal, 4 bits, forward", |device, dtype| {
+        with_codes(SmallCall::PROMPT, KvCodeFormat::Q4).compare(device, dtype, attend)
+    }),
+    decode: new_case("attention on Metal, 4 bits, decode", |device, dtype| {
+        with_codes(SmallCall::TOKEN, KvCodeFormat::Q4).compare(device, dtype, attend)
+    }),
+};
+const IN_PAGES: StoredCases = StoredCases {
+    forward: new_case("attention on Metal, pages, forward", |device, dtype| {
+        SmallCall { in_pages: true, ..SmallCall::PROMPT }.compare(device, dtype, attend)
+    }),
+    decode: new_case("attention on Metal, pages, decode", |device, dtype| {
+        SmallCall { in_pages: true, ..SmallCall::TOKEN }.compare(device, dtype, attend)
+    }),
+};
+
 /// The cases of the Metal kernels.
-pub const METAL_CASES: [FirstUseCase; 3] = [FORWARD, DECODE, BACKWARD];
+pub const METAL_CASES: [FirstUseCase; 11] = [
+    FORWARD,
+    DECODE,
+    BACKWARD,
+    OF_8_BITS.forward,
+    OF_8_BITS.decode,
+    OF_E4M3.forward,
+    OF_E4M3.decode,
+    OF_4_BITS.forward,
+    OF_4_BITS.decode,
+    IN_PAGES.forward,
+    IN_PAGES.decode,
+];
+
+/// Returns a case of kernels that no GPU has run.
+const fn new_case(operation: &'static str, run: fn(&Device, DType) -> Result<Vec<ComparedResult>>) -> FirstUseCase {
+    FirstUseCase { operation, is_new: true, run }
+}
+
+fn with_codes(call: SmallCall, format: KvCodeFormat) -> SmallCall {
+    SmallCall { codes: Some(format), ..call }
+}
 
 fn forward(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
     SmallCall::PROMPT.compare(device, dtype, attend)
@@ -57,10 +117,20 @@ impl MetalKernelCall {
 
     /// Returns the cases of the call's kernels.
     fn first_use_cases(&self) -> impl Iterator<Item = FirstUseCase> {
-        let of_forward = match self.kernel {
-            MetalKernel::Forward => FORWARD,
-            MetalKernel::Decode { .. } => DECODE,
-        };
-        std::iter::once(of_forward).chain(self.is_trained.then_some(BACKWARD))
+        let attention = self.attention.call();
+        let of_codes = attention.kv_scales.as_ref().map(|scales| match scales.format {
+            KvCodeFormat::Q8 => OF_8_BITS,
+            KvCodeFormat::E4M3 => OF_E4M3,
+            KvCodeFormat::Q4 => OF_4_BITS,
+        });
+        let of_pages = attention.pages.is_some().then_some(IN_PAGES);
+        let is_plain = of_codes.is_none() && of_pages.is_none();
+        let plain = is_plain.then_some(StoredCases { forward: FORWARD, decode: DECODE });
+        let kernel = self.kernel;
+        let of_forward = [plain, of_codes, of_pages].into_iter().flatten().map(move |cases| match kernel {
+            MetalKernel::Forward => cases.forward,
+            MetalKernel::Decode { .. } => cases.decode,
+        });
+        of_forward.chain(self.is_trained.then_some(BACKWARD))
     }
 }

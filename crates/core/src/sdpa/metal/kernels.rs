@@ -12,6 +12,7 @@ use crate::sdpa::call::{Call, swapped_for};
 use crate::sdpa::dropout::{KernelDropout, draw_seed};
 use crate::sdpa::first_line;
 use crate::sdpa::kernel_graph::{self, requested_gradients, tracks_gradients};
+use crate::sdpa::page_table::page_table;
 use crate::sdpa::prepared::prepared;
 use crate::sdpa::results::Attended;
 
@@ -56,6 +57,11 @@ impl MetalPath {
         }
     }
 
+    /// Returns whether a kernel runs the call, which reads codes of keys and values. Candle's operation reads none.
+    pub fn reads_codes(&self) -> bool {
+        matches!(self, Self::Kernel(_))
+    }
+
     /// Returns the requested results.
     pub fn attend(self, call: &Call, wanted: RequestedResults) -> Result<Attended> {
         match self {
@@ -92,9 +98,6 @@ impl MetalKernelCall {
         if wanted.statistics.is_some() {
             return Err("the Metal kernels do not compute statistics of weights".into());
         }
-        if call.attention.keys.pages.is_some() {
-            return Err("the Metal kernels read no pages".into());
-        }
         let Dims { b, t_q, t_kv, d_v, .. } = call.attention.dims;
         if [b, t_q, t_kv, d_v].contains(&0) {
             return Err("there are no scores, for which the Metal kernels do not run".into());
@@ -102,8 +105,11 @@ impl MetalKernelCall {
         is_available(call.attention.q.device()).map_err(|reason| reason.to_string())?;
         let keys = bounded_keys(call).map_err(|error| first_line(&error))?;
         let KernelDropout { dropout, draws_seed } = KernelDropout::of(call.dropout.as_ref())?;
-        let prepared = prepared(call, keys, dropout).map_err(|error| first_line(&error))?;
-        let attention = MetalAttention::new(prepared).map_err(|reason| reason.to_string())?;
+        let mut metal_call = prepared(call, keys, dropout).map_err(|error| first_line(&error))?;
+        if let Some(sequences) = &call.attention.keys.pages {
+            metal_call.pages = Some(page_table(sequences, &call.attention.k).map_err(|error| first_line(&error))?);
+        }
+        let attention = MetalAttention::new(metal_call).map_err(|reason| reason.to_string())?;
         let kernel = attention.plan().map_err(|reason| reason.to_string())?;
         let is_trained = tracks_gradients(attention.call());
         if is_trained {

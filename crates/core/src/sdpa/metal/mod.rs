@@ -24,9 +24,7 @@ use super::reference;
 use crate::mask::AttentionMask;
 
 pub use first_use::METAL_CASES;
-#[cfg(test)]
-pub(crate) use kernels::MetalKernelCall;
-pub(crate) use kernels::MetalPath;
+pub(crate) use kernels::{MetalKernelCall, MetalPath};
 
 /// The name of the operation, for plans and errors.
 const NAME: &str = "candle_nn::ops::sdpa";
@@ -170,6 +168,9 @@ fn check(call: &Call, wanted: RequestedResults) -> Supported<()> {
     }
     if call.sequences().is_some() {
         return Err("has no packed sequences".into());
+    }
+    if call.attention.kv_scales.is_some() {
+        return Err("reads no codes of keys and values".into());
     }
     if d_v != d {
         return Err(format!("takes values as wide as keys, and D_v is {d_v} where D is {d}"));

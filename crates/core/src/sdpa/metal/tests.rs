@@ -11,7 +11,7 @@ use crate::sdpa::options::OutputLayout;
 use crate::sdpa::packed::PackedSequences;
 use crate::sdpa::plan::Choice;
 use crate::sdpa::run::run_on;
-use candle_attention_modules::base::first_use::{CaseError, allowed_error};
+use candle_attention_modules::base::first_use::{CaseError, FirstUseCase, allowed_error};
 
 fn shaped(q: [usize; 4], kv: [usize; 4], dtype: DType) -> Result<[Tensor; 3]> {
     let zero = |dims: [usize; 4]| Tensor::zeros(1, dtype, &Device::Cpu)?.broadcast_as(&dims);
@@ -269,15 +269,19 @@ fn metal_kernel_at_first_use_is_remembered_if_right_and_left_to_the_reference_if
     Ok(())
 }
 
+/// Compares the kernels over floats, codes of each format and pages, and the gradients, with the reference path.
 #[test]
-fn metal_first_use_cases_pass_on_the_emulator() -> Result<()> {
+fn metal_kernels_match_reference_in_cases_of_first_use() -> Result<()> {
     if !emulator_runs() {
         return Ok(());
     }
     for case in METAL_CASES {
-        let CaseError { name, error } = case.largest_error(&Device::Cpu, DType::BF16)?;
-        let allowed = allowed_error(DType::BF16);
-        assert!(error <= allowed / 2.0, "{}: {name} is off by {error:e}, of {allowed:e}", case.operation);
+        for dtype in [DType::F32, DType::F16] {
+            let before = launches_of_thread();
+            let CaseError { name, error } = case.largest_error(&Device::Cpu, dtype)?;
+            assert!(error <= allowed_error(dtype), "{}, {dtype:?}, {name}: {error:e}", case.operation);
+            assert!(launches_of_thread() > before, "{} runs on a kernel", case.operation);
+        }
     }
     Ok(())
 }
@@ -313,4 +317,26 @@ fn wrong_backward_metal_kernel_at_first_use_leaves_gradients_to_the_reference() 
         assert!(reason.contains(part) && reason.contains("the gradient of "), "{reason}");
         Ok(())
     })
+}
+
+/// The unit of codes of 4 bits is another one.
+const WRONG_CODES: SourceFault =
+    SourceFault { file: "stored_rows.metal", text: "(float)(int)code - 7.5f", replacement: "(float)(int)code - 8.0f" };
+
+#[test]
+fn metal_kernel_with_wrong_codes_fails_the_check_of_its_format_alone() -> Result<()> {
+    if !emulator_runs() {
+        return Ok(());
+    }
+    let folder = tempfile::tempdir()?;
+    let wrong = NewDevice::new("a device with wrong codes", folder.path()).with_fault(WRONG_CODES);
+    let failed: Vec<&str> = on_new_device(&wrong, || {
+        let is_wrong = |case: &&FirstUseCase| {
+            let error = case.largest_error(&Device::Cpu, DType::F32);
+            error.is_ok_and(|largest| largest.error > allowed_error(DType::F32))
+        };
+        METAL_CASES.iter().filter(is_wrong).map(|case| case.operation).collect()
+    });
+    assert_eq!(failed, ["attention on Metal, 4 bits, forward", "attention on Metal, 4 bits, decode"]);
+    Ok(())
 }

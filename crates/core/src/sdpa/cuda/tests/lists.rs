@@ -19,22 +19,25 @@ const H: usize = 4;
 const H_KV: usize = 2;
 const D: usize = 16;
 
-/// Checks the CUDA kernels on a call with lists against the reference path.
+/// Checks the CUDA and the Metal kernels on a call with lists against the reference path.
 fn check(call: impl Fn(&SdpaOptions) -> Result<Call>, name: &str) -> Result<()> {
     let options = SdpaOptions::default();
-    let found = listed::attend(call(&options)?, ListedKernel::Cuda, WITH_LSE)?.output_and_log_sum_exp()?;
-    let exact = run(call(&options.with_backend(Backend::Reference))?, WITH_LSE)?.output_and_log_sum_exp()?;
-    for (own, wanted) in [(&found.0, &exact.0), (&found.1, &exact.1)] {
-        assert_eq!(own.dims(), wanted.dims(), "{name}");
-        for (one, other) in to_vec::<f32>(own)?.into_iter().zip(to_vec::<f32>(wanted)?) {
-            assert!(one == other || (one - other).abs() <= 3e-5, "{name}: {one}, expected {other}");
+    let exact = run(call(&options.clone().with_backend(Backend::Reference))?, WITH_LSE)?.output_and_log_sum_exp()?;
+    for kernel in [ListedKernel::Cuda, ListedKernel::Metal] {
+        let found = listed::attend(call(&options)?, kernel, WITH_LSE)?.output_and_log_sum_exp()?;
+        for (own, wanted) in [(&found.0, &exact.0), (&found.1, &exact.1)] {
+            assert_eq!(own.dims(), wanted.dims(), "{kernel:?}, {name}");
+            for (one, other) in to_vec::<f32>(own)?.into_iter().zip(to_vec::<f32>(wanted)?) {
+                let is_close = one == other || (one - other).abs() <= 3e-5;
+                assert!(is_close, "{kernel:?}, {name}: {one}, expected {other}");
+            }
         }
     }
     Ok(())
 }
 
 #[test]
-fn cuda_kernels_over_key_lists_match_reference() -> Result<()> {
+fn gpu_kernels_over_key_lists_match_reference() -> Result<()> {
     if !emulator_runs() {
         return Ok(());
     }
@@ -56,7 +59,7 @@ fn cuda_kernels_over_key_lists_match_reference() -> Result<()> {
 }
 
 #[test]
-fn cuda_kernels_over_key_lists_in_pages_match_reference() -> Result<()> {
+fn gpu_kernels_over_key_lists_in_pages_match_reference() -> Result<()> {
     if !emulator_runs() {
         return Ok(());
     }

@@ -1,0 +1,56 @@
+//! Norms by their Metal kernel. Nothing is tracked for gradients.
+
+use candle_attention_cuda::NormCall;
+use candle_attention_metal::MetalRows;
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::passes::RowNorm;
+use super::rows::Affine;
+use crate::base::first_use::{ComparedResult, FirstUseCase, case_numbers};
+use crate::base::rowwise::{with_contiguous_rows, with_four_dimensions};
+use crate::metal_rows::run_checked;
+
+/// The case of norms, with rows that a simdgroup computes and wider ones.
+pub(crate) const METAL_NORM_CASE: FirstUseCase =
+    FirstUseCase { operation: "norm on Metal", is_new: true, run: norm_case };
+
+/// Returns the norm of rows (D,), (T, D), (B, T, D) or (B, T, H, D), contiguous, in the shape of the rows; `None` if no
+/// kernel computes it.
+pub(super) fn norm_on_metal(norm: RowNorm, xs: &Tensor, affine: &Affine) -> Option<Result<Tensor>> {
+    let is_tracked = [Some(xs), Some(&affine.weight), affine.bias.as_ref()].into_iter().flatten().any(Tensor::track_op);
+    if is_tracked || affine.weight.dtype() != DType::F32 {
+        return None;
+    }
+    let normed = run_checked(&norm_call(norm, xs, affine).ok()?, &METAL_NORM_CASE, xs)?;
+    Some(normed.and_then(|rows| rows.reshape(xs.shape())))
+}
+
+fn norm_call(norm: RowNorm, xs: &Tensor, affine: &Affine) -> Result<MetalRows> {
+    Ok(MetalRows::Norm(NormCall {
+        xs: with_four_dimensions(&with_contiguous_rows(xs)?)?,
+        weight: affine.weight.clone(),
+        bias: affine.bias.clone(),
+        subtracts_mean: norm.subtracts_mean,
+        eps: norm.eps.into(),
+    }))
+}
+
+/// Computes norms with and without a mean by the kernel and by the CPU.
+fn norm_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
+    let mut compared = Vec::new();
+    for (name, width, subtracts_mean, has_bias) in
+        [("the norm of short rows", 80, true, true), ("the norm of long rows", 640, false, false)]
+    {
+        let norm = RowNorm { subtracts_mean, eps: 1e-5 };
+        let xs = case_numbers(&[2, 3, 3, width], 1, dtype)?;
+        let (weight, bias) = (case_numbers(&[width], 2, DType::F32)?, case_numbers(&[width], 3, DType::F32)?);
+        let affine = |on: &Device| -> Result<Affine> {
+            let own_bias = has_bias.then(|| bias.to_device(on)).transpose()?;
+            Ok(Affine { weight: weight.to_device(on)?, bias: own_bias })
+        };
+        let found = norm_call(norm, &xs.to_device(device)?, &affine(device)?)?.forward()?;
+        let expected = norm.apply(&xs.to_dtype(DType::F32)?, &affine(&Device::Cpu)?)?;
+        compared.push(ComparedResult { name, found, expected });
+    }
+    Ok(compared)
+}
