@@ -104,7 +104,8 @@ mutate "backward: the gradient of keys is not scaled" "$backward" 'key_sums, arg
 mutate "backward: heads of another group" "$backward" 'own.key_head * own.group + number' 'own.key_head + number'
 mutate "backward: numbers that are not finite reach rows that are masked" "$backward" \
     'if (is_careful && !is_finite(numbers.x)) numbers.x = 0;' ''
-mutate "backward: queries that are not finite are lost" "$backward" 'add_special_row(own.place, row, sums.keys);' ''
+mutate "backward: gradients of outputs that are not finite are lost" "$backward" \
+    'add_special_row(own.place, row, sums.values);' ''
 mutate "backward: keys that are not finite are lost" "$backward" 'if (is_careful) add_special_keys(arguments, own, sums);' ''
 mutate "backward: a write to an input" "$backward" 'row_address(arguments.query_gradient, arguments.query_gradient_strides' \
     'row_address((GLOBAL void*)arguments.queries, arguments.query_strides'
