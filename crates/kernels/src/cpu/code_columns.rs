@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 
 use super::code_format::{CodeFormat, CodeValues, E4M3_SHIFT, E5M2_SHIFT, Float8, ScaleFormat};
 use super::code_scales::{BlockScales, HalfScales, LoadedScales, NestedBlockScales, NumberScales, OffsetKind};
-use super::kernel::{ColumnBlock, Columns, Vector, WithColumns};
+use super::kernel::{ColumnBlock, Columns, TableBytes, Vector, WithColumns};
 use super::panel::Format;
 
 /// Runs work with the columns of a format of codes.
@@ -25,6 +25,10 @@ pub(super) unsafe fn with_code_columns(format: &CodeFormat, work: impl WithColum
                 work.run::<CodeBlocks<FromTable, NestedBlockScales>>()
             }
             (CodeValues::Table(_), _) => work.run::<CodeBlocks<FromTable, NumberScales>>(),
+            (CodeValues::Bytes(_), ScaleFormat::Nested { .. }) => {
+                work.run::<CodeBlocks<FromBytes, NestedBlockScales>>()
+            }
+            (CodeValues::Bytes(_), _) => work.run::<CodeBlocks<FromBytes, NumberScales>>(),
             (CodeValues::Float8(Float8::E4M3), _) => {
                 work.run::<CodeBlocks<FromFloat8<E4M3_SHIFT>, NumberScales>>();
             }
@@ -69,6 +73,8 @@ pub struct CodeScales<V> {
     offset: V,
     /// The table of sixteen f32. Read only where codes have one.
     table: *const f32,
+    /// The table of sixteen bytes. Read only where codes have one.
+    bytes: *const i8,
 }
 
 /// Blocks of codes of the numbers C, with scales in the format S.
@@ -80,8 +86,8 @@ pub(crate) trait CodeNumbers {
     const BITS: u32;
     /// The steps that are loaded together: the codes of a word.
     const STEPS: usize = 32 / Self::BITS as usize;
-    /// Whether codes are split, so that a table makes them fast.
-    const IS_SPLIT: bool = false;
+    /// As [`Columns::FAST_TABLES`].
+    const FAST_TABLES: Option<bool> = None;
     /// The codes of these steps of a vector of columns.
     type Loaded<V: Vector>: Copy;
 
@@ -89,7 +95,7 @@ pub(crate) trait CodeNumbers {
     ///
     /// # Safety
     /// As [`Columns::load`].
-    unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize) -> Self::Loaded<V>;
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize, scales: &CodeScales<V>) -> Self::Loaded<V>;
     /// The number of a group besides its scale.
     const OFFSET: OffsetKind = OffsetKind::None;
     /// A factor of the scales, because codes are taken from words as numbers divided by it: a power of two, which
@@ -126,7 +132,7 @@ impl<N: WordCodeNumbers> CodeNumbers for N {
     type Loaded<V: Vector> = V;
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> V {
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize, _: &CodeScales<V>) -> V {
         // SAFETY: the panel has a vector of words from this column on.
         unsafe { V::load(b.add(column)) }
     }
@@ -212,6 +218,44 @@ impl WordCodeNumbers for FromTable {
     }
 }
 
+/// Codes of 4 bits, whose numbers are bytes of a table times their scale: eight codes of a word are looked up at once.
+pub(crate) struct FromBytes;
+
+/// The bytes of the codes of eight steps for each column of a vector.
+#[derive(Clone, Copy)]
+pub struct StepBytes<V> {
+    /// The bytes of the first of the remaining steps, of the third and so on, the first one in the highest bits of a
+    /// word.
+    next: V,
+    /// The bytes of the other steps.
+    after: V,
+}
+
+impl CodeNumbers for FromBytes {
+    const BITS: u32 = 4;
+    const FAST_TABLES: Option<bool> = Some(false);
+    type Loaded<V: Vector> = StepBytes<V>;
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize, scales: &CodeScales<V>) -> StepBytes<V> {
+        // SAFETY: the panel has a vector of words from this column on; a format with a table has sixteen bytes.
+        unsafe {
+            let TableBytes { upper, lower } = V::load(b.add(column)).look_up_bytes(scales.bytes);
+            StepBytes { next: upper, after: lower }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut StepBytes<V>, scales: &CodeScales<V>) -> V {
+        // SAFETY: as this method's contract.
+        unsafe {
+            let byte = loaded.next.take_bits::<8, true>();
+            *loaded = StepBytes { next: loaded.after, after: byte.rest };
+            byte.number.mul(scales.scale)
+        }
+    }
+}
+
 /// Floats of 8 bits, times their scale.
 pub(crate) struct FromFloat8<const SHIFT: u32>;
 
@@ -245,12 +289,12 @@ pub struct SplitCodes<V> {
 impl<const UPPER: u32, const HAS_MINIMUMS: bool> CodeNumbers for SplitBits<UPPER, HAS_MINIMUMS> {
     const BITS: u32 = 4 + UPPER;
     const STEPS: usize = 8;
-    const IS_SPLIT: bool = true;
+    const FAST_TABLES: Option<bool> = Some(true);
     const OFFSET: OffsetKind = if HAS_MINIMUMS { OffsetKind::Minimum } else { OffsetKind::None };
     type Loaded<V: Vector> = SplitCodes<V>;
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize) -> SplitCodes<V> {
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize, _: &CodeScales<V>) -> SplitCodes<V> {
         // SAFETY: the panel has a vector of words from this column on, and one of upper bits after its words.
         unsafe {
             let upper = b.add(panel).cast::<u8>().add(column * UPPER as usize);
@@ -288,7 +332,7 @@ impl<C: CodeNumbers, S: BlockScales> Columns for CodeBlocks<C, S> {
     const BLOCK: usize = S::BLOCK;
     const BYTES: usize = C::STEPS * C::BITS as usize / 8;
     const HAS_WHOLE_PANELS: bool = true;
-    const NEEDS_FAST_TABLES: bool = C::IS_SPLIT;
+    const FAST_TABLES: Option<bool> = C::FAST_TABLES;
     type Scales<V: Vector> = CodeScales<V>;
     type Loaded<V: Vector> = C::Loaded<V>;
 
@@ -304,24 +348,31 @@ impl<C: CodeNumbers, S: BlockScales> Columns for CodeBlocks<C, S> {
 
     #[inline(always)]
     unsafe fn scales<V: Vector>(block: &ColumnBlock, group: usize, column: usize) -> CodeScales<V> {
-        let table = match block.format {
-            Format::Codes(CodeFormat { values: CodeValues::Table(table), .. }) => table.as_ptr(),
-            _ => std::ptr::null(),
-        };
+        let mut table = std::ptr::null();
+        let mut bytes = std::ptr::null();
+        let mut factor = C::FACTOR;
+        match block.format {
+            Format::Codes(CodeFormat { values: CodeValues::Table(own), .. }) => table = own.as_ptr(),
+            Format::Codes(CodeFormat { values: CodeValues::Bytes(own), .. }) => {
+                bytes = own.as_ptr();
+                factor = Some(own.factor());
+            }
+            _ => {}
+        }
         // SAFETY: as this method's contract.
         unsafe {
             let LoadedScales { mut scale, offset } = S::load::<V>(block, group, column, C::OFFSET);
-            if let Some(factor) = C::FACTOR {
+            if let Some(factor) = factor {
                 scale = scale.mul(V::splat(factor));
             }
-            CodeScales { scale, offset, table }
+            CodeScales { scale, offset, table, bytes }
         }
     }
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize) -> C::Loaded<V> {
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize, scales: &CodeScales<V>) -> C::Loaded<V> {
         // SAFETY: as this method's contract.
-        unsafe { C::load(b, column, panel) }
+        unsafe { C::load(b, column, panel, scales) }
     }
 
     #[inline(always)]

@@ -35,6 +35,8 @@ pub enum CodeValues {
     Zeros,
     /// `table[code] · scale`, with codes of 4 bits.
     Table(CodeTable),
+    /// As [`Table`](Self::Table), where the numbers of the table are bytes times a power of two.
+    Bytes(ByteTable),
     /// A float of 8 bits times the scale.
     Float8(Float8),
 }
@@ -56,6 +58,47 @@ impl CodeTable {
     pub fn as_ptr(&self) -> *const f32 {
         self.0.as_ptr().cast()
     }
+}
+
+/// The sixteen numbers of a table as signed bytes times one power of two.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct ByteTable {
+    bytes: [i8; 16],
+    /// The exponent of the power of two.
+    exponent: i8,
+}
+
+impl ByteTable {
+    /// The largest power of two is 2 to this power, and the smallest one its reciprocal.
+    const MOST: i8 = 16;
+
+    /// Returns the table of these numbers; `None` if they are no such bytes, or if one is -0.
+    pub fn new(numbers: &[f32; 16]) -> Option<Self> {
+        (-Self::MOST..=Self::MOST).rev().find_map(|exponent| {
+            let table = Self { bytes: numbers.map(|number| (number / power_of_two(exponent)) as i8), exponent };
+            let is_exact = |code: usize| table.number(code).to_bits() == numbers[code].to_bits();
+            (0..16).all(is_exact).then_some(table)
+        })
+    }
+
+    pub fn number(&self, code: usize) -> f32 {
+        f32::from(self.bytes[code]) * power_of_two(self.exponent)
+    }
+
+    /// Returns the factor of scales, where bytes are taken as the highest 8 bits of words of 32.
+    pub fn factor(&self) -> f32 {
+        power_of_two(self.exponent - 24)
+    }
+
+    /// Returns the address of the sixteen bytes.
+    pub fn as_ptr(&self) -> *const i8 {
+        self.bytes.as_ptr()
+    }
+}
+
+/// Returns 2 to a power whose result is a normal number.
+fn power_of_two(exponent: i8) -> f32 {
+    f32::from_bits(((127 + i32::from(exponent)) as u32) << 23)
 }
 
 /// A float of 8 bits with a sign, without infinities and NaN.
@@ -239,7 +282,7 @@ impl fmt::Display for CodeFormat {
             CodeValues::Signed => "",
             CodeValues::Minimums => " with minimums",
             CodeValues::Zeros => " with zeros",
-            CodeValues::Table(_) => " in a table",
+            CodeValues::Table(_) | CodeValues::Bytes(_) => " in a table",
             CodeValues::Float8(Float8::E4M3) => " in E4M3",
             CodeValues::Float8(Float8::E5M2) => " in E5M2",
         })?;
@@ -255,7 +298,7 @@ impl fmt::Display for CodeFormat {
 
 #[cfg(test)]
 mod tests {
-    use super::Float8;
+    use super::{ByteTable, Float8};
 
     /// Computes the number of a code from its parts.
     fn from_parts(code: u8, mantissa_bits: u32, bias: i32) -> f64 {
@@ -281,6 +324,29 @@ mod tests {
                     assert!(expected.abs() > largest, "{format:?} {code}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn byte_table_has_numbers_that_are_bytes_times_a_power_of_two() {
+        let e2m1 = [0., 0.5, 1., 1.5, 2., 3., 4., 6., 0., -0.5, -1., -1.5, -2., -3., -4., -6.];
+        for power in [2f32.powi(-13), 1.0, 2f32.powi(12)] {
+            let numbers = e2m1.map(|x| x * power);
+            let table = ByteTable::new(&numbers).expect("numbers of four bits");
+            assert!((0..16).all(|code| table.number(code).to_bits() == numbers[code].to_bits()), "{power}");
+            // A byte is taken as the highest bits of a word.
+            let byte = f32::from(table.bytes[7]) * 2f32.powi(24);
+            assert_eq!(byte * table.factor(), numbers[7]);
+        }
+        let with = |code: usize, number: f32| {
+            let mut numbers = e2m1;
+            numbers[code] = number;
+            ByteTable::new(&numbers).is_some()
+        };
+        assert!(with(8, 0.0) && with(7, 63.5) && with(7, -64.0));
+        // The sign of a zero, more than a byte, and numbers that are none.
+        for number in [-0.0, 64.0, 0.1, 2f32.powi(-30), f32::INFINITY, f32::NAN] {
+            assert!(!with(8, number), "{number}");
         }
     }
 }

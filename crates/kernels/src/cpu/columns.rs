@@ -54,7 +54,7 @@ impl<const BYTES: usize> Columns for NumberRows<BYTES> {
     unsafe fn scales<V: Vector>(_: &ColumnBlock, _: usize, _: usize) {}
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> V {
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize, (): &()) -> V {
         // SAFETY: the panel has a vector of words, or of f16, from this column on.
         unsafe { if Self::IS_WORDS { V::load(b.add(column)) } else { V::load_f16(b.cast::<u16>().add(column)) } }
     }
@@ -70,6 +70,7 @@ pub(crate) struct Bf16Pairs;
 
 impl Columns for Bf16Pairs {
     const STEPS: usize = BF16_PAIR;
+    const HAS_ANY_PANEL: bool = true;
     type Scales<V: Vector> = ();
     type Loaded<V: Vector> = WordHalves<V>;
 
@@ -77,7 +78,7 @@ impl Columns for Bf16Pairs {
     unsafe fn scales<V: Vector>(_: &ColumnBlock, _: usize, _: usize) {}
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize) -> WordHalves<V> {
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize, (): &()) -> WordHalves<V> {
         // SAFETY: the panel has a vector of pairs from this column on.
         unsafe { V::load_pairs(b.add(column)) }
     }

@@ -40,6 +40,11 @@ pub trait Vector: Copy + Kernel<Vector = Self> {
     unsafe fn take_bits<const BITS: u32, const IS_SIGNED: bool>(self) -> TakenBits<Self>;
     /// Takes the highest 4 bits of each word as the index of a number of a table of sixteen.
     unsafe fn take_entries(self, table: *const f32) -> TakenBits<Self>;
+    /// Takes each 4 bits of each word as the index of a byte of a table of sixteen. Only instruction sets without
+    /// [fast tables](Self::HAS_FAST_TABLES) have it.
+    unsafe fn look_up_bytes(self, _table: *const i8) -> TableBytes<Self> {
+        unreachable!("this instruction set takes entries of tables of f32")
+    }
     /// Takes the highest 8 bits of each word as a float of 8 bits. The bits below its sign move down by `SHIFT` to
     /// their places in an f32: the exponent's bias is then another one, so that the number is divided by
     /// [`Float8::factor`](super::code_format::Float8::factor).
@@ -107,6 +112,15 @@ pub struct TakenBits<V> {
     pub number: V,
     /// The words, shifted so that the next bits are the highest. The bits that were shifted in have no meaning.
     pub rest: V,
+}
+
+/// The bytes of a table that the eight codes of 4 bits of each word choose.
+#[derive(Clone, Copy)]
+pub struct TableBytes<V> {
+    /// The bytes of the upper code of each byte of a word.
+    pub upper: V,
+    /// The bytes of the lower codes.
+    pub lower: V,
 }
 
 /// Returns the bits of an f32 at which [`Vector::take_float8`] puts the bits of a float of 8 bits.
@@ -290,8 +304,10 @@ pub trait Columns {
     /// Whether every panel has all columns in memory, and products compute all of them. There are many formats of
     /// codes, for each of which fewer tiles are compiled then.
     const HAS_WHOLE_PANELS: bool = false;
-    /// Whether the format is used by instruction sets with [`Vector::HAS_FAST_TABLES`] alone.
-    const NEEDS_FAST_TABLES: bool = false;
+    /// Whether products read panels of any number of columns, as kernels of other instruction sets have them.
+    const HAS_ANY_PANEL: bool = false;
+    /// The [`Vector::HAS_FAST_TABLES`] of the instruction sets that use the format, or `None` if all use it.
+    const FAST_TABLES: Option<bool> = None;
 
     /// The scales of a vector of columns.
     type Scales<V: Vector>: Copy;
@@ -314,12 +330,12 @@ pub trait Columns {
     /// As [`Vector::load`], for the scales of the block from the column on.
     unsafe fn scales<V: Vector>(block: &ColumnBlock, group: usize, column: usize) -> Self::Scales<V>;
 
-    /// Loads `STEPS` steps of a vector of columns, from words `b` of a block and a column of a panel of `panel` columns
-    /// on.
+    /// Loads `STEPS` steps of a vector of columns, whose scales are `scales`, from words `b` of a block and a column of
+    /// a panel of `panel` columns on.
     ///
     /// # Safety
     /// As [`Vector::load`], for `STEPS` steps of the block from the column on.
-    unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize) -> Self::Loaded<V>;
+    unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize, scales: &Self::Scales<V>) -> Self::Loaded<V>;
 
     /// Returns the numbers of the first of the remaining steps, and removes that step.
     ///
@@ -335,4 +351,9 @@ pub trait WithColumns {
     /// # Safety
     /// The columns have the format B.
     unsafe fn run<B: Columns>(self);
+}
+
+/// Returns whether only instruction sets with other vectors than V use the format B.
+pub(crate) const fn is_of_others<B: Columns, V: Vector>() -> bool {
+    matches!(B::FAST_TABLES, Some(of_users) if of_users != V::HAS_FAST_TABLES)
 }

@@ -76,19 +76,23 @@ impl<T> Unwritten<T> {
 
 /// A scratch buffer of 32-bit words that begins at a cache line.
 pub(crate) struct Scratch {
-    lines: Vec<Line>,
+    lines: Vec<CacheLine>,
 }
 
+/// The 32-bit words of a cache line.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct Line([f32; WORDS]);
+pub(crate) struct CacheLine([f32; Self::WORDS]);
 
-const WORDS: usize = 16;
+impl CacheLine {
+    pub const WORDS: usize = 16;
+    const ZEROS: Self = Self([0.0; Self::WORDS]);
+}
 
 impl Scratch {
     /// Allocates at least `words` zeros.
     pub fn zeros(words: usize) -> Self {
-        Self { lines: vec![Line([0.0; WORDS]); words.div_ceil(WORDS)] }
+        Self { lines: vec![CacheLine::ZEROS; words.div_ceil(CacheLine::WORDS)] }
     }
 
     /// Allocates zeros for a buffer of shape `counts`, or returns `None` if there is no memory for them.
@@ -104,11 +108,11 @@ impl Scratch {
     /// # Safety
     /// `write` writes each of the `words` words.
     pub unsafe fn filled_by(words: usize, write: &dyn Fn(*mut f32)) -> Option<Self> {
-        let count = words.div_ceil(WORDS);
-        let mut lines: Vec<Line> = large_page_vec(count)?;
+        let count = words.div_ceil(CacheLine::WORDS);
+        let mut lines: Vec<CacheLine> = large_page_vec(count)?;
         // The last line may be longer than what is written.
         if let Some(last) = count.checked_sub(1) {
-            lines.spare_capacity_mut()[last].write(Line([0.0; WORDS]));
+            lines.spare_capacity_mut()[last].write(CacheLine::ZEROS);
         }
         write(lines.as_mut_ptr().cast());
         // SAFETY: `write` wrote every word, and the end of the last line is zeros.
@@ -126,12 +130,12 @@ impl Scratch {
 
     pub fn words(&self) -> &[f32] {
         // SAFETY: a line is 16 f32 without padding.
-        unsafe { std::slice::from_raw_parts(self.as_ptr(), self.lines.len() * WORDS) }
+        unsafe { std::slice::from_raw_parts(self.as_ptr(), self.lines.len() * CacheLine::WORDS) }
     }
 
     pub fn words_mut(&mut self) -> &mut [f32] {
         // SAFETY: a line is 16 f32 without padding.
-        unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr(), self.lines.len() * WORDS) }
+        unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr(), self.lines.len() * CacheLine::WORDS) }
     }
 }
 

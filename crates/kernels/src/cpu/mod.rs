@@ -34,17 +34,20 @@ pub(crate) mod tests;
 mod threads;
 
 pub(crate) use cache::second_cache;
-pub use code_format::{CODE_BLOCK, NESTED_BLOCK};
 pub(crate) use code_format::{
-    CodeFormat, CodeTable, CodeValues, E4M3_SHIFT, Float8, GROUPS_BLOCK, GroupFormat, NumberFormat, Offset, ScaleFormat,
+    ByteTable, CodeFormat, CodeTable, CodeValues, E4M3_SHIFT, Float8, GROUPS_BLOCK, GroupFormat, NumberFormat, Offset,
+    ScaleFormat,
 };
+pub use code_format::{CODE_BLOCK, NESTED_BLOCK};
 pub(crate) use columns::{with_columns, with_number_columns};
 pub(crate) use dispatch::{dispatch_bf16, dispatch_f32, kernel_layout};
 pub(crate) use functions::{EXP2_MIN, erfc, prefetch_bytes, sigmoid, tanh};
 pub use instruction_set::{InstructionSet, UnsupportedInstructionSet};
-pub(crate) use kernel::{ColumnBlock, Columns, Kernel, Layout, MAX_LANES, SimdTask, TakenBits, Vector, WithColumns};
+pub(crate) use kernel::{
+    ColumnBlock, Columns, Kernel, Layout, MAX_LANES, SimdTask, TakenBits, Vector, WithColumns, is_of_others,
+};
 pub use memory::large_page_vec;
-pub(crate) use memory::{Scratch, SharedPtr, Unwritten};
+pub(crate) use memory::{CacheLine, Scratch, SharedPtr, Unwritten};
 pub(crate) use panel::{Format, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct};
 pub(crate) use product::{add_products, multiply};
 pub(crate) use threads::for_each_index;

@@ -25,6 +25,9 @@ pub struct PanelProduct {
     pub vectors: usize,
     /// A factor for each column of C, or `None` if C is overwritten.
     pub factors: Option<*const f32>,
+    /// The columns of the panel in memory: [`K::PANEL`](super::Kernel::PANEL), or fewer where B is pairs of bf16 that
+    /// were packed for another kernel.
+    pub panel: usize,
     /// The format of B. A kernel for words of two elements ignores it: its B is words of two elements.
     pub format: Format,
     /// The bytes that are prefetched meanwhile.

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use super::columns::{Words, with_columns};
 use super::functions::prefetch_bytes;
-use super::kernel::{ColumnBlock, Columns, Kernel, SimdTask, Vector, WithColumns};
+use super::kernel::{ColumnBlock, Columns, Kernel, SimdTask, Vector, WithColumns, is_of_others};
 use super::panel::{NextBytes, PanelProduct};
 
 /// The distance in bytes at which columns that are narrower than words are prefetched; 4 to 12 KB are equally fast. The
@@ -38,7 +38,7 @@ struct MultiplyFormat<'a, K> {
 impl<K: Kernel> WithColumns for MultiplyFormat<'_, K> {
     #[inline(always)]
     unsafe fn run<B: Columns>(self) {
-        if const { B::NEEDS_FAST_TABLES && !K::Vector::HAS_FAST_TABLES } {
+        if const { is_of_others::<B, K::Vector>() } {
             unreachable!("weights have other formats on this instruction set");
         }
         // SAFETY: the product is valid for the kernel, by the contract of `multiply`.
@@ -87,9 +87,10 @@ unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
         if const { B::IS_WORDS } && K::accumulate_words(sums.as_flattened_mut(), product, a) {
             return;
         }
+        let panel = if const { B::HAS_ANY_PANEL } { product.panel } else { K::PANEL };
         let mut b = product.b;
         for _ in 0..product.depth / B::BLOCK {
-            let block = ColumnBlock { at: b, panel: K::PANEL, format: &product.format };
+            let block = ColumnBlock { at: b, panel, format: &product.format };
             let group = B::group(&block);
             b = B::numbers(&block);
             for group_index in 0..B::BLOCK / group {
@@ -99,11 +100,11 @@ unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
                 }
                 for _ in 0..group / B::STEPS {
                     if const { !B::IS_WORDS } {
-                        prefetch_bytes::<K::Vector>(b.cast::<u8>().wrapping_add(PREFETCH_BYTES), B::BYTES * K::PANEL);
+                        prefetch_bytes::<K::Vector>(b.cast::<u8>().wrapping_add(PREFETCH_BYTES), B::BYTES * panel);
                     }
-                    let mut loaded = [B::load(b, 0, K::PANEL); N];
+                    let mut loaded = [B::load(b, 0, panel, &scales[0]); N];
                     for (n, vector) in loaded.iter_mut().enumerate().skip(1) {
-                        *vector = B::load(b, n * K::Vector::LANES, K::PANEL);
+                        *vector = B::load(b, n * K::Vector::LANES, panel, &scales[n]);
                     }
                     for _ in 0..B::STEPS {
                         let mut columns = [K::Vector::splat(0.0); N];
@@ -113,7 +114,7 @@ unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
                         add_products::<K>(sums.as_flattened_mut(), a, product.a.row, &columns);
                         a = a.wrapping_add(product.a.step);
                     }
-                    b = b.wrapping_byte_add(B::BYTES * K::PANEL);
+                    b = b.wrapping_byte_add(B::BYTES * panel);
                 }
             }
         }

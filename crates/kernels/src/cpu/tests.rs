@@ -17,7 +17,7 @@ pub(crate) fn numbers<E: Number>(count: usize, salt: u64) -> Vec<E> {
 
 /// Runs the task on the kernels of every instruction set of this processor. The instruction set on which it fails is
 /// the last one that was printed.
-fn on_every_instruction_set<T: SimdTask>(task: impl Fn() -> T) {
+pub fn on_every_instruction_set<T: SimdTask>(task: impl Fn() -> T) {
     struct Compiled<T>(T);
     impl<T: SimdTask> SimdTask for Compiled<T> {
         #[inline(always)]

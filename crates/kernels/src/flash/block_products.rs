@@ -28,6 +28,7 @@ pub(super) unsafe fn multiply_keys<K: Kernel>(
             depth,
             vectors: part.vectors.len(),
             factors: None,
+            panel: K::PANEL,
             format: Format::F32,
             next: NextBytes::NONE,
         });
@@ -61,6 +62,7 @@ pub(super) unsafe fn add_values<K: Kernel>(
             depth: part.keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH),
             vectors: part.vectors.len(),
             factors: Some(factors.as_ptr().add(column)),
+            panel: K::PANEL,
             format: Format::F32,
             next: NextBytes::NONE,
         });

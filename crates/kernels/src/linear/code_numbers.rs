@@ -129,6 +129,7 @@ impl CodeScale {
             CodeValues::Minimums => (code as f32).mul_add(self.scale, self.minimum),
             CodeValues::Zeros => code as f32 * self.scale,
             CodeValues::Table(ref table) => table.number(code as usize) * self.scale,
+            CodeValues::Bytes(ref table) => table.number(code as usize) * self.scale,
             CodeValues::Float8(float8) => float8.number(code as u8) * self.scale,
         }
     }

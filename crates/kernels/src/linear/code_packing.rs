@@ -6,13 +6,13 @@ use super::code_scales::ScaleWriter;
 use super::codes::{Codes, NestedScales, Scales, Values};
 use super::weight::{PackedWeight, WeightShape};
 use crate::cpu::{
-    CODE_BLOCK, CodeFormat, CodeTable, CodeValues, Float8, Format, GROUPS_BLOCK, GroupFormat, InstructionSet,
-    NESTED_BLOCK, NumberFormat, Offset, ScaleFormat, kernel_layout,
+    ByteTable, CODE_BLOCK, CodeFormat, CodeTable, CodeValues, Float8, Format, GROUPS_BLOCK, GroupFormat,
+    InstructionSet, NESTED_BLOCK, NumberFormat, Offset, ScaleFormat, kernel_layout,
 };
 use crate::error::{Error, check_instruction_set};
 
-/// The smallest scale that stays exact when signed codes are multiplied by 2^28 and scales divided by it.
-const LEAST_SIGNED_SCALE: f32 = f32::from_bits((127 - 90) << 23);
+/// The smallest scale that surely stays exact when codes are multiplied by a power of two and scales divided by it.
+const LEAST_SCALE: f32 = f32::from_bits((127 - 80) << 23);
 
 /// The bounds of scales, except 0, whose products with codes and zeros are far from overflow and underflow.
 const MODERATE: Range<f32> = f32::from_bits((127 - 60) << 23)..f32::from_bits((127 + 60) << 23);
@@ -21,6 +21,9 @@ const MODERATE: Range<f32> = f32::from_bits((127 - 60) << 23)..f32::from_bits((1
 /// code and a zero is exact.
 const LARGEST_EXACT_ZERO: f32 = 256.0;
 const PARTS_OF_ONE: f32 = 65536.0;
+
+/// A word whose bytes are 1.
+const BYTES_OF_ONE: u64 = 0x0101_0101_0101_0101;
 
 impl PackedWeight {
     /// Packs a weight of codes for products on an instruction set, or returns `None` where the kernels would not
@@ -112,11 +115,7 @@ impl<'a> CodePacking<'a> {
                 let offset = Offset::Minimum(minimums.wide_format());
                 PackedValues { values: CodeValues::Minimums, offsets: Offsets::Minimums(minimums), offset }
             }
-            Values::Table(table) => PackedValues {
-                values: CodeValues::Table(CodeTable::new(table)),
-                offsets: Offsets::None,
-                offset: Offset::None,
-            },
+            Values::Table(table) => table_values(table, &scales, scale, instruction_set),
             Values::E4M3 => float8_values(Float8::E4M3, all_codes, &scales)?,
             Values::E5M2 => float8_values(Float8::E5M2, all_codes, &scales)?,
         };
@@ -164,47 +163,57 @@ impl<'a> CodePacking<'a> {
         let block_bytes = (format.bytes_before_codes() + block_len * bits / 8) * panel;
         for (column, output) in outputs.enumerate() {
             let codes = &self.codes[output * self.inputs..][..self.inputs];
-            for (block, block_codes) in codes.chunks(block_len).enumerate() {
-                let block_to = &mut to[block * block_bytes..][..block_bytes];
+            let blocks_to = to.chunks_exact_mut(block_bytes);
+            for (block, (block_codes, block_to)) in codes.chunks(block_len).zip(blocks_to).enumerate() {
                 let (scales_to, words_to) = block_to.split_at_mut(format.bytes_before_codes() * panel);
                 self.write_scales(output, block, &mut ScaleWriter { to: scales_to, panel, column });
-                // Codes of 5 and 6 bits have words of their lower bits, each with its upper bits after it.
-                let upper_bits = if bits == 8 { 0 } else { bits - 4 };
-                let lower_bits = bits - upper_bits;
-                let steps = 32 / lower_bits;
-                let rows_to = words_to.chunks_exact_mut((steps * bits / 8) * panel);
-                for (codes_of_word, row) in block_codes.chunks(steps).zip(rows_to) {
-                    let stored = self.stored(codes_of_word);
-                    let word = if bits == 8 { (stored >> 32) as u32 } else { lower_bits_of_bytes(stored, 4) as u32 };
-                    let upper = lower_bits_of_bytes(stored >> lower_bits, upper_bits);
-                    let (words, uppers) = row.split_at_mut(panel * size_of::<u32>());
-                    words[column * size_of::<u32>()..][..size_of::<u32>()].copy_from_slice(&word.to_ne_bytes());
-                    match upper_bits {
-                        1 => uppers[column] = upper as u8,
-                        2 => uppers[2 * column..][..2].copy_from_slice(&(upper as u16).to_ne_bytes()),
-                        _ => {}
-                    }
+                match bits {
+                    4 => self.write_words::<4>(block_codes, words_to, panel, column),
+                    5 => self.write_words::<5>(block_codes, words_to, panel, column),
+                    6 => self.write_words::<6>(block_codes, words_to, panel, column),
+                    _ => self.write_words::<8>(block_codes, words_to, panel, column),
                 }
+            }
+        }
+    }
+
+    /// Writes the codes of a block of an output. Codes of 5 and 6 bits have words of their lower bits, each with its
+    /// upper bits after it.
+    fn write_words<const BITS: usize>(&self, codes: &[u8], to: &mut [u8], panel: usize, column: usize) {
+        let upper_bits = const { if BITS == 8 { 0 } else { BITS - 4 } };
+        let steps = const { if BITS == 8 { 4 } else { 8 } };
+        let rows_to = to.chunks_exact_mut(steps * BITS / 8 * panel);
+        for (codes_of_word, row) in codes.chunks(steps).zip(rows_to) {
+            let stored = self.stored(codes_of_word);
+            let word = if BITS == 8 { (stored >> 32) as u32 } else { lower_bits_of_bytes(stored, 4) as u32 };
+            row[column * size_of::<u32>()..][..size_of::<u32>()].copy_from_slice(&word.to_ne_bytes());
+            let upper = lower_bits_of_bytes(stored >> 4, upper_bits);
+            let uppers = panel * size_of::<u32>();
+            match upper_bits {
+                1 => row[uppers + column] = upper as u8,
+                2 => row[uppers + 2 * column..][..2].copy_from_slice(&(upper as u16).to_ne_bytes()),
+                _ => {}
             }
         }
     }
 
     /// Returns up to 8 codes as they are stored, a byte each, the first of them in the highest byte. Bytes without a
     /// code are 0.
+    #[inline(always)]
     fn stored(&self, codes: &[u8]) -> u64 {
-        let stored = |code: u8| (code + self.added) ^ self.inverted;
-        // Whole words, whose loops the compiler unrolls.
-        if let Ok(codes) = <[u8; 8]>::try_from(codes) {
-            return u64::from_be_bytes(codes.map(stored));
+        // The sum of a code and the added number is a byte, so that no byte changes the next.
+        let stored =
+            |bytes: u64| (bytes + u64::from(self.added) * BYTES_OF_ONE) ^ (u64::from(self.inverted) * BYTES_OF_ONE);
+        if let Ok(eight) = <[u8; 8]>::try_from(codes) {
+            return stored(u64::from_be_bytes(eight));
         }
-        if let Ok(codes) = <[u8; 4]>::try_from(codes) {
-            return u64::from(u32::from_be_bytes(codes.map(stored))) << 32;
+        if let Ok(four) = <[u8; 4]>::try_from(codes) {
+            return stored(u64::from(u32::from_be_bytes(four)) << 32) & !0 << 32;
         }
         let mut bytes = [0; 8];
-        for (byte, &code) in bytes.iter_mut().zip(codes) {
-            *byte = stored(code);
-        }
-        u64::from_be_bytes(bytes)
+        bytes[..codes.len()].copy_from_slice(codes);
+        let unused = 8 * (8 - codes.len());
+        stored(u64::from_be_bytes(bytes)) >> unused << unused
     }
 
     /// Writes the scales of a block of an output.
@@ -265,10 +274,11 @@ impl<'a> CodePacking<'a> {
 }
 
 /// Returns the lowest `bits` of each byte, at most 4, one after the other.
+#[inline(always)]
 fn lower_bits_of_bytes(bytes: u64, bits: usize) -> u64 {
     let ones = |count: usize| (1u64 << count) - 1;
     let gap = 8 - bits;
-    let mut joined = bytes & (ones(bits) * 0x0101_0101_0101_0101);
+    let mut joined = bytes & (ones(bits) * BYTES_OF_ONE);
     joined = (joined | joined >> gap) & (ones(2 * bits) * 0x0001_0001_0001_0001);
     joined = (joined | joined >> (2 * gap)) & (ones(4 * bits) * 0x0000_0001_0000_0001);
     (joined | joined >> (4 * gap)) & ones(8 * bits)
@@ -306,8 +316,7 @@ fn scale_format(scales: &Scales, groups: GroupFormat, values: Values) -> ScaleFo
 /// Chooses how signed codes are packed: as signed numbers, or as codes with the zero 2^(bits - 1) where a scale is so
 /// small that it would lose digits.
 fn signed_values<'a>(bits: usize, scales: &Scales, scale: NumberFormat) -> PackedValues<'a> {
-    let stays_exact = |number: f32| number == 0.0 || !number.is_finite() || number.abs() >= LEAST_SIGNED_SCALE;
-    if scales.nested().is_some() || scale == NumberFormat::F16 || scales.all(stays_exact) {
+    if stay_exact(scales, scale) {
         return PackedValues { values: CodeValues::Signed, offsets: Offsets::None, offset: Offset::None };
     }
     PackedValues {
@@ -315,6 +324,31 @@ fn signed_values<'a>(bits: usize, scales: &Scales, scale: NumberFormat) -> Packe
         offsets: Offsets::Zero(middle(bits)),
         offset: Offset::Zero(NumberFormat::U8),
     }
+}
+
+/// Returns codes of a table: of bytes, where the table has bytes and the instruction set looks these up faster than
+/// numbers in f32.
+fn table_values<'a>(
+    table: &[f32; 16],
+    scales: &Scales,
+    scale: NumberFormat,
+    instruction_set: InstructionSet,
+) -> PackedValues<'a> {
+    let mut values = CodeValues::Table(CodeTable::new(table));
+    let has_fast_tables = kernel_layout(instruction_set, false).has_fast_tables;
+    if !has_fast_tables
+        && stay_exact(scales, scale)
+        && let Some(bytes) = ByteTable::new(table)
+    {
+        values = CodeValues::Bytes(bytes);
+    }
+    PackedValues { values, offsets: Offsets::None, offset: Offset::None }
+}
+
+/// Returns whether scales keep their digits when they are divided by the factor of codes, up to 2^40.
+fn stay_exact(scales: &Scales, scale: NumberFormat) -> bool {
+    let is_exact = |number: f32| number == 0.0 || !number.is_finite() || number.abs() >= LEAST_SCALE;
+    scales.nested().is_some() || scale == NumberFormat::F16 || scales.all(is_exact)
 }
 
 /// Chooses how codes with zeros are packed. Where the difference of code and zero and the product of zero and scale are

@@ -1,9 +1,9 @@
 //! Products of rows of input with a packed weight, and the products of the backward pass.
 //!
 //! ```text
+//! copy the rows' inputs                                            in blocks of inputs
 //! for each chunk of rows and of panels:                        a task
 //!     for each block of inputs:
-//!         copy the rows' inputs                                (rows, block)
 //!         for each panel:  sums = sums + inputs · weight       (rows, panel)
 //!     outputs = epilogue(sums)
 //! ```
@@ -17,23 +17,25 @@
 //! call: a block of a panel is then copied for the rows of one task. The gradient of the inputs reads a transposed
 //! weight ([`Right::Transposed`]), and the gradient of the weight reads both of its operands transposed.
 
-mod code_blocks;
 mod code_numbers;
 mod code_packing;
+mod code_panels;
 mod code_scales;
 mod codes;
 mod epilogue;
+mod left_copy;
 mod matrix;
 mod operands;
 mod pack;
 mod product;
+mod split;
 mod task;
 #[cfg(test)]
 mod tests;
 mod weight;
 
 pub use crate::cpu::{CODE_BLOCK, NESTED_BLOCK};
-pub use code_blocks::CodePacker;
+pub use code_panels::{PanelPacker, PanelReader};
 pub use codes::{Codes, NestedScales, Scales, Values};
 pub use epilogue::{Activation, Epilogue, Up};
 pub use matrix::Matrix;

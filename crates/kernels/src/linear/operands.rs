@@ -18,8 +18,8 @@ pub const BLOCK: usize = 192;
 /// cache.
 pub const BLOCK_ROW: usize = BLOCK + 16;
 
-/// The most rows of a task, whose copied words take 160 KB.
-pub const MAX_ROWS: usize = 192;
+/// The rows that a task takes at most on a processor with a small second cache. Their copied words take 160 KB.
+pub const LEAST_MAX_ROWS: usize = 192;
 
 /// A bound of the zeros that pad the depth of a product.
 const MAX_PADDING: usize = 4 * MAX_LANES;

@@ -57,13 +57,6 @@ impl PackedWeight {
         Ok((weight, sizes))
     }
 
-    /// Returns a weight of zeros, whose panels are written later.
-    pub(super) fn zeros(format: Format, shape: WeightShape, instruction_set: InstructionSet) -> Result<Self, Error> {
-        let (weight, sizes) = Self::empty(format, shape, instruction_set)?;
-        let words = Scratch::try_zeros(&[sizes.words]).ok_or_else(|| shape.no_memory())?;
-        Ok(Self { words, ..weight })
-    }
-
     /// Returns a weight whose panels `write` fills, each by its index.
     ///
     /// # Safety

@@ -4,26 +4,23 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::epilogue::Up;
-use super::operands::{BLOCK, BLOCK_ROW, Left, MAX_ROWS, Right};
+use super::left_copy::LeftCopy;
+use super::operands::{BLOCK, BLOCK_ROW, Left, Right};
 use super::product::Product;
+use super::split::TaskSplit;
 use crate::cpu::{
     Format, Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, Scratch, SharedPtr, SimdTask, Vector, WorkSize,
-    Workers, dispatch_f32, for_each_task, prefetch_bytes, second_cache,
+    Workers, dispatch_f32, for_each_task, prefetch_bytes,
 };
 use crate::error::{Error, check_len};
 use crate::number::{Number, load_first, store_first};
 
-/// The sums of a task take at most the second cache divided by this. Its inputs and a block of the weight take the
-/// rest.
-const SUMS_DIVISOR: usize = 4;
 /// The words of the left operand that are copied together, if they are more than one block of each row. Few rows then
 /// read each panel of the right operand from end to end, so that the processor prefetches it.
 const LEFT_WORDS: usize = 8 << 10;
 /// The rows before which an output and a residual are prefetched. No cache has an output that was allocated for the
 /// call, and the writes of its rows would wait for memory.
 const ROWS_AHEAD: usize = 8;
-/// The tasks for each thread, so that the last one is short.
-const TASKS_PER_THREAD: usize = 8;
 
 /// Computes a product, as [`multiply`](super::multiply) says. It is compiled once for each element.
 pub(super) fn run<X: Number>(product: &Product<X>, output: &mut [MaybeUninit<X>]) -> Result<(), Error> {
@@ -68,23 +65,34 @@ impl<X: Number> SimdTask for ProductRun<'_, X> {
         let split = TaskSplit::new::<K>(rows, panels.len(), rights.len(), workers.count);
         let multiple = if left.is_transposed { K::Vector::LANES } else { K::MIN_ROWS };
         let most_rows = split.rows.min(rows).next_multiple_of(multiple);
-        let blocks = blocks_together(most_rows, right.padded::<K>() / K::ELEMENTS);
+        let depth = right.padded::<K>() / K::ELEMENTS;
+        let all_left = Left { matrix: left, leading_zeros: right.leading_zeros() };
+        // Few rows, and rows that one task takes, are copied by the task.
+        let is_shared = split.panel_chunks > 1 && rows > 2 * K::ROWS;
+        let left_copy = if is_shared {
+            // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
+            unsafe { LeftCopy::new::<K, X>(&all_left, &split, most_rows, depth) }
+        } else {
+            None
+        };
+        let blocks = blocks_together(most_rows, depth);
         let block_words = most_rows * BLOCK_ROW;
         let make_scratch = || TaskScratch {
             blocks,
             block_words,
-            left: Scratch::zeros(blocks * block_words),
+            left: Scratch::zeros(if left_copy.is_some() { 0 } else { blocks * block_words }),
             right: Scratch::zeros(if right.is_copied::<K>(most_rows) { BLOCK * K::PANEL } else { 0 }),
-            sums: Scratch::zeros(rights.len() * split.panels * most_rows * K::PANEL),
+            sums: Scratch::zeros(rights.len() * split.most_panels() * most_rows * K::PANEL),
         };
         for_each_task(split.row_chunks * split.panel_chunks, workers, &make_scratch, &|scratch, index| {
             // Tasks of the same panels follow each other, so that these are in a cache.
-            let first_row = index % split.row_chunks * split.rows;
-            let first_panel = panels.start + index / split.row_chunks * split.panels;
+            let row_chunk = index % split.row_chunks;
+            let own_panels = split.panels_of(index / split.row_chunks);
             let task = Task {
                 run: &self,
-                rows: first_row..rows.min(first_row + split.rows),
-                panels: first_panel..panels.end.min(first_panel + split.panels),
+                rows: split.rows_of(row_chunk),
+                panels: panels.start + own_panels.start..panels.start + own_panels.end,
+                left_copy: left_copy.as_ref().map(|copy| copy.chunk(row_chunk)),
                 scratch,
             };
             // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
@@ -113,31 +121,6 @@ fn blocks_together(rows: usize, depth: usize) -> usize {
     (LEFT_WORDS / (rows * BLOCK_ROW)).clamp(1, depth.div_ceil(BLOCK).max(1))
 }
 
-/// The split of rows and panels into tasks.
-struct TaskSplit {
-    /// The number of rows of a task.
-    rows: usize,
-    row_chunks: usize,
-    /// The number of panels of a task.
-    panels: usize,
-    panel_chunks: usize,
-}
-
-impl TaskSplit {
-    fn new<K: Kernel>(rows: usize, panels: usize, weights: usize, workers: usize) -> Self {
-        let groups = rows.div_ceil(K::ROWS);
-        // Chunks of one length.
-        let groups_each = groups.div_ceil(groups.div_ceil(MAX_ROWS / K::ROWS));
-        let rows_each = groups_each * K::ROWS;
-        let row_chunks = groups.div_ceil(groups_each);
-        let fit = second_cache() / SUMS_DIVISOR / (4 * K::PANEL * rows_each * weights);
-        let even = (panels * row_chunks).div_ceil(TASKS_PER_THREAD * workers);
-        let panel_chunks = panels.div_ceil(fit.min(even).max(1));
-        let panels_each = panels.div_ceil(panel_chunks);
-        Self { rows: rows_each, row_chunks, panels: panels_each, panel_chunks: panels.div_ceil(panels_each) }
-    }
-}
-
 /// The scratch buffers of a thread.
 struct TaskScratch {
     /// The number of blocks of the left operand that are copied together.
@@ -157,13 +140,16 @@ struct Task<'a, X> {
     run: &'a ProductRun<'a, X>,
     rows: Range<usize>,
     panels: Range<usize>,
+    /// The blocks of these rows of the left operand, one after the other, if all tasks share a copy.
+    left_copy: Option<*const f32>,
     scratch: &'a mut TaskScratch,
 }
 
 impl<X: Number> SimdTask for Task<'_, X> {
     #[inline(always)]
-    unsafe fn run<K: Kernel>(mut self) {
-        let Self { run: ProductRun { product, rights, .. }, rows: ref task_rows, ref panels, ref mut scratch } = self;
+    unsafe fn run<K: Kernel>(self) {
+        let Self { run: ProductRun { product, rights, .. }, rows: ref task_rows, ref panels, left_copy, .. } = self;
+        let scratch = &mut *self.scratch;
         let rows = task_rows.len().next_multiple_of(K::MIN_ROWS);
         let depth = rights[0].padded::<K>() / K::ELEMENTS;
         let ones = [1f32; MAX_COLUMNS];
@@ -178,18 +164,24 @@ impl<X: Number> SimdTask for Task<'_, X> {
         // has these panels.
         unsafe {
             let _tiles = K::configure_tiles();
-            let left_copy = scratch.left.as_mut_ptr();
+            let own_copy = scratch.left.as_mut_ptr();
             let right_copy = scratch.right.as_mut_ptr();
-            let copied = LeftOperand { at: left_copy, group: K::ROWS * BLOCK_ROW, row: BLOCK_ROW, step: 1 };
             let together = scratch.blocks * BLOCK;
             for start in (0..depth).step_by(together) {
                 let blocks = (start..depth.min(start + together)).step_by(BLOCK);
                 let steps = |first: usize| BLOCK.min(depth - first);
                 let words_before = |first: usize| (first - start) / BLOCK * scratch.block_words;
-                for first in blocks.clone() {
-                    let to = left_copy.add(words_before(first));
-                    left.copy::<K>(task_rows, first * K::ELEMENTS, steps(first), to);
-                }
+                let left_words = match left_copy {
+                    Some(shared) => shared.add(start / BLOCK * scratch.block_words),
+                    None => {
+                        for first in blocks.clone() {
+                            let to = own_copy.add(words_before(first));
+                            left.copy::<K>(task_rows, first * K::ELEMENTS, steps(first), to);
+                        }
+                        own_copy.cast_const()
+                    }
+                };
+                let copied = LeftOperand { at: left_words, group: K::ROWS * BLOCK_ROW, row: BLOCK_ROW, step: 1 };
                 for (index, panel) in panels.clone().enumerate() {
                     for (at, right) in rights.iter().enumerate() {
                         for first in blocks.clone() {
@@ -201,6 +193,7 @@ impl<X: Number> SimdTask for Task<'_, X> {
                                 depth: steps(first),
                                 vectors: right.columns_of::<K>(panel).len().div_ceil(K::Vector::LANES),
                                 factors: (first > 0).then_some(ones.as_ptr()),
+                                panel: K::PANEL,
                                 format: Format::F32,
                                 next: next_bytes::<K>(right, panels, panel, first..first + steps(first)),
                             };
@@ -209,7 +202,7 @@ impl<X: Number> SimdTask for Task<'_, X> {
                     }
                 }
             }
-            for (index, panel) in self.panels.clone().enumerate() {
+            for (index, panel) in panels.clone().enumerate() {
                 let panel_sums = sums.add(index * panel_words);
                 self.write::<K>(panel, panel_sums, panel_sums.wrapping_add(right_words));
             }

@@ -8,7 +8,7 @@ use super::code_numbers::unpack_codes;
 use super::matrix::Square;
 use crate::cpu::{
     ColumnBlock, Columns, Format, InstructionSet, Kernel, NextBytes, PanelProduct, Scratch, SharedPtr, SimdTask,
-    Vector, WithColumns, WorkSize, Workers, for_each_index, multiply, with_columns, with_number_columns,
+    Vector, WithColumns, WorkSize, Workers, for_each_index, is_of_others, multiply, with_columns, with_number_columns,
 };
 use crate::error::Error;
 use crate::number::Number;
@@ -117,7 +117,8 @@ impl PackedWeight {
 
     /// Returns whether a product with `rows` rows widens the weight's words before it multiplies them.
     pub(super) fn is_widened<K: Kernel>(&self, rows: usize) -> bool {
-        let is_few = rows <= 2 * K::ROWS && self.panel == K::PANEL;
+        // Pairs of bf16 may be packed for another kernel, with fewer columns.
+        let is_few = rows <= 2 * K::ROWS && self.panel <= K::PANEL;
         !K::IS_BF16 && self.format != Format::F32 && !is_few
     }
 
@@ -140,12 +141,14 @@ impl PackedWeight {
         // SAFETY: as this method's contract; the panel's inputs from `first` on are valid for the depth of the product.
         unsafe {
             product.b = self.at(panel, first);
+            product.panel = self.panel;
             product.format = self.format;
             if self.is_widened::<K>(product.rows) {
                 let inputs = first..first + product.depth;
                 let columns = 0..self.panel;
                 K::Vector::run_simd(Widen { weight: self, panel, columns, inputs, to: widened, stride: K::PANEL });
                 product.b = widened;
+                product.panel = K::PANEL;
                 product.format = Format::F32;
             }
             multiply::<K>(&product);
@@ -246,7 +249,7 @@ struct WidenFormat<'a, V> {
 impl<V: Vector> WithColumns for WidenFormat<'_, V> {
     #[inline(always)]
     unsafe fn run<B: Columns>(self) {
-        if const { B::NEEDS_FAST_TABLES && !V::HAS_FAST_TABLES } {
+        if const { is_of_others::<B, V>() } {
             unreachable!("weights have other formats on this instruction set");
         }
         let Widen { weight, panel, columns, inputs, to, stride } = self.widen;
@@ -266,10 +269,11 @@ impl<V: Vector> WithColumns for WidenFormat<'_, V> {
                     unsafe {
                         let scales = B::scales::<V>(&block, group_index, column);
                         for step in (group_start..group_start + group).step_by(B::STEPS) {
-                            let mut loaded = B::load::<V>(words, column, weight.panel);
+                            let mut loaded = B::load::<V>(words, column, weight.panel, &scales);
+                            let is_whole = inputs.start <= step && step + B::STEPS <= inputs.end;
                             for input in step..step + B::STEPS {
                                 let numbers = B::take(&mut loaded, &scales);
-                                if inputs.contains(&input) {
+                                if is_whole || inputs.contains(&input) {
                                     numbers.store(column_to.add((input - inputs.start) * stride));
                                 }
                             }

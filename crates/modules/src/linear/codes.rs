@@ -6,8 +6,8 @@ use super::kernel_codes::with_kernel_codes;
 use super::product::{choose_instruction_set, kernel_error};
 use super::{OP, PackedLinear, Weight};
 use crate::base::{Dim, Expect, QuantizationFormat, QuantizedWeight, check_memory};
-use candle_attention_kernels::linear::{CodePacker, PackedWeight, WeightShape};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_attention_kernels::linear::{PackedWeight, PanelPacker, WeightShape};
+use candle_core::{DType, Device, Error, Result, Tensor};
 
 impl PackedLinear {
     /// Packs a quantised weight, with `bias` (out,) in f32, bf16 or f16, for inputs in f32, bf16 and f16.
@@ -95,35 +95,37 @@ impl PackedLinear {
     }
 }
 
-/// The number of codes that are in memory, a byte each, while a weight is packed some outputs at a time.
-const CODES_OF_PART: usize = 1 << 21;
-
 /// Packs a weight; `None` if no format of the kernels has its numbers to the bit.
 pub(super) fn pack_quantized(weight: &QuantizedWeight, shape: WeightShape) -> Result<Option<PackedWeight>> {
     let instruction_set = choose_instruction_set(None, DType::F32)?;
     with_kernel_codes(weight, |codes| PackedWeight::from_codes(codes, shape, instruction_set).map_err(kernel_error))
 }
 
-/// Packs a weight from ranges of outputs, which `read` returns, each once or twice; `None` if no format of the kernels
-/// has its numbers to the bit. A large weight is read and packed some outputs at a time.
+/// Packs a weight from ranges of outputs, which `read` returns on any thread, each once or twice; `None` if no format
+/// of the kernels has its numbers to the bit. A large weight is read and packed some outputs at a time.
 pub(super) fn pack_parts(
     shape: WeightShape,
-    mut read: impl FnMut(Range<usize>) -> Result<QuantizedWeight>,
+    read: impl Fn(Range<usize>) -> Result<QuantizedWeight> + Sync,
 ) -> Result<Option<PackedWeight>> {
-    let WeightShape { outputs, inputs } = shape;
-    let mut packer = CodePacker::new(shape, choose_instruction_set(None, DType::F32)?).map_err(kernel_error)?;
-    let step = (CODES_OF_PART / inputs.max(1)).next_multiple_of(packer.outputs_step()).max(packer.outputs_step());
-    if inputs == 0 || step >= outputs {
-        return pack_quantized(&read(0..outputs)?, shape);
+    let instruction_set = choose_instruction_set(None, DType::F32)?;
+    let pack_panel = |outputs: Range<usize>, packer: PanelPacker| -> std::result::Result<bool, PackError> {
+        let part = read(outputs).map_err(PackError)?;
+        Ok(with_kernel_codes(&part, |codes| packer.pack(codes))?)
+    };
+    match PackedWeight::from_panels::<PackError>(shape, instruction_set, &pack_panel) {
+        Ok(Some(packed)) => Ok(Some(packed)),
+        Ok(None) => pack_quantized(&read(0..shape.outputs)?, shape),
+        Err(PackError(error)) => Err(error),
     }
-    for start in (0..outputs).step_by(step) {
-        let part = read(start..outputs.min(start + step))?;
-        if !with_kernel_codes(&part, |codes| packer.push(codes).map_err(kernel_error))? {
-            drop(packer);
-            return pack_quantized(&read(0..outputs)?, shape);
-        }
+}
+
+/// An error of reading or of packing.
+struct PackError(Error);
+
+impl From<candle_attention_kernels::Error> for PackError {
+    fn from(error: candle_attention_kernels::Error) -> Self {
+        Self(kernel_error(error))
     }
-    packer.finish().map_err(kernel_error)
 }
 
 #[cfg(test)]

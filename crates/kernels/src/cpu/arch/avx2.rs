@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
 use crate::cpu::kernel::{
-    Columns, Kernel, MAX_LANES, TakenBits, Vector, WordHalves, compiled_for, float8_mask, simd_fns,
+    Columns, Kernel, MAX_LANES, TableBytes, TakenBits, Vector, WordHalves, compiled_for, float8_mask, simd_fns,
 };
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
@@ -62,6 +62,15 @@ impl Vector for Avx2 {
             let upper = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.add(8)), index);
             let rest = _mm256_castsi256_ps(_mm256_slli_epi32::<4>(words));
             TakenBits { number: Self(_mm256_blendv_ps(lower, upper, self.0)), rest: Self(rest) }
+        }
+        fn look_up_bytes(self, table: *const i8) -> TableBytes<Self> {
+            // A shuffle of bytes reads the lowest 4 bits of an index, and writes 0 where its sign is set.
+            let words = _mm256_castps_si256(self.0);
+            let entries = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.cast()));
+            let nibbles = _mm256_set1_epi8(0xf);
+            let upper = _mm256_shuffle_epi8(entries, _mm256_and_si256(_mm256_srli_epi32::<4>(words), nibbles));
+            let lower = _mm256_shuffle_epi8(entries, _mm256_and_si256(words, nibbles));
+            TableBytes { upper: Self(_mm256_castsi256_ps(upper)), lower: Self(_mm256_castsi256_ps(lower)) }
         }
         fn take_float8<const SHIFT: u32>(self) -> TakenBits<Self> {
             let words = _mm256_castps_si256(self.0);

@@ -10,7 +10,7 @@ use std::arch::asm;
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
 use crate::cpu::kernel::{
-    Columns, Kernel, MAX_LANES, TakenBits, Vector, WordHalves, compiled_for, float8_mask, simd_fns,
+    Columns, Kernel, MAX_LANES, TableBytes, TakenBits, Vector, WordHalves, compiled_for, float8_mask, simd_fns,
 };
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
@@ -68,6 +68,13 @@ impl Vector for Neon {
             let numbers = vqtbl4q_u8(vld1q_u8_x4(table.cast()), vreinterpretq_u8_u32(bytes));
             let rest = vreinterpretq_f32_u32(vshlq_n_u32::<4>(words));
             TakenBits { number: Self(vreinterpretq_f32_u8(numbers)), rest: Self(rest) }
+        }
+        fn look_up_bytes(self, table: *const i8) -> TableBytes<Self> {
+            let words = vreinterpretq_u8_f32(self.0);
+            let entries = vld1q_u8(table.cast());
+            let upper = vqtbl1q_u8(entries, vshrq_n_u8::<4>(words));
+            let lower = vqtbl1q_u8(entries, vandq_u8(words, vdupq_n_u8(0xf)));
+            TableBytes { upper: Self(vreinterpretq_f32_u8(upper)), lower: Self(vreinterpretq_f32_u8(lower)) }
         }
         fn take_float8<const SHIFT: u32>(self) -> TakenBits<Self> {
             let words = vreinterpretq_u32_f32(self.0);

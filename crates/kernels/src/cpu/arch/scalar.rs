@@ -4,7 +4,9 @@ use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::{bf16, f16};
 
 use crate::cpu::functions::{EXP2, EXP2_MIN, EXP2_ROUND, polynomial};
-use crate::cpu::kernel::{Columns, Kernel, MAX_LANES, SimdTask, TakenBits, Vector, WordHalves, float8_mask, simd_fns};
+use crate::cpu::kernel::{
+    Columns, Kernel, MAX_LANES, SimdTask, TableBytes, TakenBits, Vector, WordHalves, float8_mask, simd_fns,
+};
 use crate::cpu::panel::PanelProduct;
 use crate::cpu::product::multiply_rows;
 
@@ -103,6 +105,13 @@ impl Vector for Scalar {
                 number: self.map(|x| table[(x.to_bits() >> 28) as usize]),
                 rest: self.map(|x| f32::from_bits(x.to_bits() << 4)),
             }
+        }
+        fn look_up_bytes(self, table: *const i8) -> TableBytes<Self> {
+            let entries = table.cast::<[u8; 16]>().read_unaligned();
+            let look_up = |x: f32, shift: u32| {
+                f32::from_bits(u32::from_ne_bytes(x.to_bits().to_ne_bytes().map(|byte| entries[usize::from(byte >> shift & 0xf)])))
+            };
+            TableBytes { upper: self.map(|x| look_up(x, 4)), lower: self.map(|x| look_up(x, 0)) }
         }
         fn take_float8<const SHIFT: u32>(self) -> TakenBits<Self> {
             TakenBits {

@@ -73,6 +73,7 @@ impl Case {
             depth,
             vectors,
             factors: accumulates.then_some(factors.as_ptr()),
+            panel,
             format: Format::F32,
             next: NextBytes::NONE,
         };

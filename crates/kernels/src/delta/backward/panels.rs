@@ -109,6 +109,7 @@ pub(super) unsafe fn multiply<K: Kernel>(a: LeftOperand, b: *const f32, c: *mut 
             depth,
             vectors,
             factors,
+            panel: K::PANEL,
             format: Format::F32,
             next: NextBytes::NONE,
         })

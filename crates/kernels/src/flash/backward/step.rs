@@ -270,6 +270,7 @@ unsafe fn add_rows<K: Kernel>(
                 depth: end - start,
                 vectors: size.vectors_of(panel),
                 factors: Some(ONES.as_ptr()),
+                panel: K::PANEL,
                 format: Format::F32,
                 next: NextBytes::NONE,
             });

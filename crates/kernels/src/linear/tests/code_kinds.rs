@@ -18,6 +18,8 @@ pub enum ValueKind {
     Zeros,
     Minimums,
     Table,
+    /// A table of whole numbers of eighths.
+    EighthsTable,
     E4M3,
     E5M2,
 }
@@ -48,7 +50,7 @@ impl CodeKind {
     /// Returns every kind whose groups divide the inputs, a multiple of 64.
     pub fn all(inputs: usize) -> Vec<Self> {
         use ScaleKind::{BF16, BytesE4M3, BytesE8M0, F16, F32, Nested};
-        use ValueKind::{E4M3, E5M2, Minimums, ShortZeros, Signed, Table, WholeZeros, Zeros};
+        use ValueKind::{E4M3, E5M2, EighthsTable, Minimums, ShortZeros, Signed, Table, WholeZeros, Zeros};
         let mut kinds = Vec::new();
         for (group, scales) in [(32, F16), (16, Nested), (32, Nested)] {
             for (bits, values) in [(4, Signed), (4, Minimums), (8, Signed), (8, Minimums)] {
@@ -86,6 +88,10 @@ impl CodeKind {
             (4, 16, Table, BytesE4M3),
             (4, 16, Signed, BytesE4M3),
             (4, 64, Table, F32),
+            (4, 32, EighthsTable, F16),
+            (4, 32, EighthsTable, Nested),
+            (4, 32, EighthsTable, BytesE8M0),
+            (4, 64, EighthsTable, F32),
             (8, inputs, E4M3, F32),
             (8, 128, E4M3, BF16),
             (8, 64, E5M2, F16),
@@ -109,7 +115,7 @@ impl CodeKind {
             ValueKind::Signed | ValueKind::Minimums => true,
             // The zeros become minimums where the scales have few digits.
             ValueKind::WholeZeros | ValueKind::ShortZeros => self.scales != ScaleKind::F32,
-            ValueKind::Zeros | ValueKind::Table | ValueKind::E4M3 | ValueKind::E5M2 => false,
+            ValueKind::Zeros | ValueKind::Table | ValueKind::EighthsTable | ValueKind::E4M3 | ValueKind::E5M2 => false,
         };
         let has_split_codes = is_linear && instruction_set >= InstructionSet::Avx512;
         let codes = match self.bits {
@@ -132,7 +138,7 @@ impl CodeKind {
             ValueKind::ShortZeros => 2,
             ValueKind::Zeros => 4,
             ValueKind::Minimums => scale,
-            ValueKind::Signed | ValueKind::Table | ValueKind::E4M3 | ValueKind::E5M2 => 0,
+            ValueKind::Signed | ValueKind::Table | ValueKind::EighthsTable | ValueKind::E4M3 | ValueKind::E5M2 => 0,
         };
         codes + groups * (scale + offset)
     }
@@ -245,7 +251,10 @@ impl OwnCodes {
         });
         let zeros = zeros.collect();
         let mut table = [0.0; 16];
-        table.fill_with(|| sequence.fraction());
+        table.fill_with(|| match values {
+            ValueKind::EighthsTable => f32::from(sequence.bits() as i8) / 8.0,
+            _ => sequence.fraction(),
+        });
         let scale_bits = if is_exact { 6 } else { 8 };
         let own_scales = draw_scales(kind, count, scale_bits, sequence, draw);
         let minimums = draw_scales(kind, count, 8, sequence, draw);
@@ -258,7 +267,7 @@ impl OwnCodes {
             ValueKind::Signed => Values::Signed,
             ValueKind::WholeZeros | ValueKind::ShortZeros | ValueKind::Zeros => Values::Zeros(&self.zeros),
             ValueKind::Minimums => Values::Minimums(self.minimums.as_scales()),
-            ValueKind::Table => Values::Table(&self.table),
+            ValueKind::Table | ValueKind::EighthsTable => Values::Table(&self.table),
             ValueKind::E4M3 => Values::E4M3,
             ValueKind::E5M2 => Values::E5M2,
         };
@@ -277,7 +286,7 @@ impl OwnCodes {
                     (whole - self.zeros[at / group]) * scale
                 }
                 ValueKind::Minimums => whole.mul_add(scale, self.minimums.number(at / group, group)),
-                ValueKind::Table => self.table[usize::from(code)] * scale,
+                ValueKind::Table | ValueKind::EighthsTable => self.table[usize::from(code)] * scale,
                 ValueKind::E4M3 => float8(code, 3, 7) * scale,
                 ValueKind::E5M2 => float8(code, 2, 15) * scale,
             }

@@ -4,10 +4,11 @@ use std::ops::Range;
 
 use super::code_kinds::{CodeKind, OwnCodes, ScaleKind, ValueKind};
 use super::{numbers, rows_of, weight_shape};
-use crate::cpu::InstructionSet;
 use crate::cpu::tests::Sequence;
+use crate::cpu::{CodeValues, Format, InstructionSet};
+use crate::error::Error;
 use crate::linear::{
-    Activation, CodePacker, Codes, Epilogue, NESTED_BLOCK, NestedScales, PackedWeight, Product, Right, Scales, Up,
+    Activation, Codes, Epilogue, NESTED_BLOCK, NestedScales, PackedWeight, PanelPacker, Product, Right, Scales, Up,
     Values, WeightShape,
 };
 use crate::linear::{multiply_vec, tests::instruction_sets};
@@ -100,27 +101,20 @@ fn codes_of_outputs<'a>(all: &Codes<'a>, inputs: usize, outputs: Range<usize>) -
     Codes { codes: &all.codes[numbers], values, scales: part(all.scales), ..*all }
 }
 
-/// Packs codes some outputs at a time; `None` where they are not packed.
-fn packed_in_parts(all: &Codes, shape: WeightShape, instruction_set: InstructionSet) -> Option<PackedWeight> {
-    let mut packer = CodePacker::new(shape, instruction_set).expect("an instruction set of this processor");
-    let step = packer.outputs_step();
-    for start in (0..shape.outputs).step_by(step) {
-        let part = codes_of_outputs(all, shape.inputs, start..shape.outputs.min(start + step));
-        if !packer.push(&part).expect("sizes fit") {
-            return None;
-        }
-    }
-    packer.finish().expect("all outputs")
+/// Packs codes panel by panel; `None` where they are not packed.
+fn packed_by_panels(all: &Codes, shape: WeightShape, instruction_set: InstructionSet) -> Option<PackedWeight> {
+    let read = |outputs, packer: PanelPacker| packer.pack(&codes_of_outputs(all, shape.inputs, outputs));
+    PackedWeight::from_panels::<Error>(shape, instruction_set, &read).expect("sizes fit")
 }
 
 #[test]
-fn codes_packed_some_outputs_at_a_time_are_packed_as_the_whole() {
+fn codes_packed_panel_by_panel_are_packed_as_the_whole() {
     let shape = if cfg!(miri) { weight_shape(18, 64) } else { weight_shape(150, 256) };
     for instruction_set in instruction_sets_of_codes() {
         for kind in CodeKind::all(shape.inputs) {
             let own = OwnCodes::new(kind, shape, &mut Sequence(30), &|sequence| sequence.fraction());
             let whole = PackedWeight::from_codes(&own.as_codes(), shape, instruction_set).expect("sizes fit");
-            let parts = packed_in_parts(&own.as_codes(), shape, instruction_set);
+            let parts = packed_by_panels(&own.as_codes(), shape, instruction_set);
             assert_eq!(whole.is_some(), parts.is_some(), "{instruction_set}: {kind:?}");
             let (Some(whole), Some(parts)) = (whole, parts) else { continue };
             assert_eq!(whole.format, parts.format, "{instruction_set}: {kind:?}");
@@ -131,23 +125,36 @@ fn codes_packed_some_outputs_at_a_time_are_packed_as_the_whole() {
 }
 
 #[test]
-fn codes_packed_some_outputs_at_a_time_need_one_format_and_whole_panels() {
+fn codes_packed_panel_by_panel_need_one_format() {
     let shape = weight_shape(40, 32);
     let codes = vec![3; 40 * 32];
     let mut scales = vec![0.5; 40];
     // f16 does not have the digits.
     scales[39] = 0.1;
     let all = Codes { bits: 4, codes: &codes, group: 32, values: Values::Signed, scales: Scales::F32(&scales) };
-    assert!(packed_in_parts(&all, shape, InstructionSet::Scalar).is_none());
-    let mut packer = CodePacker::new(shape, InstructionSet::Scalar).expect("any processor");
-    let of_few = packer.push(&codes_of_outputs(&all, 32, 0..3)).expect_err("3 outputs");
-    let expected = "expected the codes of a multiple of 16 outputs or of the 40 that are left, found 3";
-    assert_eq!(of_few.to_string(), expected);
-    assert!(packer.push(&codes_of_outputs(&all, 32, 0..16)).expect("sizes fit"));
-    let of_many = packer.push(&all).expect_err("40 of 24 outputs");
-    assert!(of_many.to_string().ends_with("of the 24 that are left, found 40"), "{of_many}");
-    let unfinished = packer.finish().expect_err("16 of 40 outputs");
-    assert_eq!(unfinished.to_string(), "expected the codes of 40 outputs, found 16");
+    assert!(packed_by_panels(&all, shape, InstructionSet::Scalar).is_none());
+    let empty = Codes { codes: &[], scales: Scales::F32(&[]), ..all };
+    let none = packed_by_panels(&empty, weight_shape(0, 32), InstructionSet::Scalar).expect("codes that are packed");
+    assert_eq!(none.memory(), 0);
+}
+
+#[test]
+fn codes_packed_panel_by_panel_return_the_error_of_the_first_panel_that_has_one() {
+    let shape = weight_shape(40, 32);
+    let codes = [3; 16 * 32];
+    let scales = [0.5; 16];
+    let all = Codes { bits: 4, codes: &codes, group: 32, values: Values::Signed, scales: Scales::F32(&scales) };
+    let error = |first_wrong: usize| {
+        let read = |outputs: Range<usize>, packer: PanelPacker| {
+            let given = if outputs.start < first_wrong { outputs.len() } else { 3 };
+            packer.pack(&codes_of_outputs(&all, 32, 0..given))
+        };
+        PackedWeight::from_panels::<Error>(shape, InstructionSet::Scalar, &read).expect_err("3 outputs").to_string()
+    };
+    // A panel has 16 outputs, and the last one 8.
+    assert_eq!(error(0), "codes has 96 elements, expected 512");
+    assert_eq!(error(16), "codes has 96 elements, expected 512");
+    assert_eq!(error(32), "codes has 96 elements, expected 256");
 }
 
 /// Compares the bits of numbers. All NaNs count as equal.
@@ -325,6 +332,26 @@ fn packed_codes_memory_is_bits_and_scales() {
             let shape = weight_shape(96, 128);
             let Some(PackedCodes { packed, .. }) = codes(kind, shape, instruction_set, 1) else { continue };
             assert_eq!(packed.memory(), 96 * 2 * kind.bytes_of_64_inputs(instruction_set), "{kind:?}: {packed:?}");
+        }
+    }
+}
+
+#[test]
+fn codes_of_a_table_are_looked_up_as_bytes_where_tables_of_f32_are_slow() {
+    let shape = weight_shape(5, 64);
+    let codes = vec![3; 5 * 64];
+    let bytes: [f32; 16] = std::array::from_fn(|code| code as f32 - 7.5);
+    let thirds: [f32; 16] = std::array::from_fn(|code| code as f32 / 3.0);
+    for instruction_set in instruction_sets_of_codes() {
+        for (table, scale, are_bytes) in [(&bytes, 0.1, true), (&thirds, 0.1, false), (&bytes, 1e-30, false)] {
+            let scales = [scale; 5];
+            let own =
+                Codes { bits: 4, codes: &codes, group: 64, values: Values::Table(table), scales: Scales::F32(&scales) };
+            let packed = PackedWeight::from_codes(&own, shape, instruction_set).expect("sizes fit").expect("packed");
+            let Format::Codes(format) = packed.format else { panic!("{packed:?}") };
+            let is_slow = instruction_set < InstructionSet::Avx512;
+            assert_eq!(matches!(format.values, CodeValues::Bytes(_)), are_bytes && is_slow, "{packed:?}: {scale}");
+            assert_eq!(packed.unpack::<f32>().expect("memory"), [table[3] * scale; 5 * 64], "{packed:?}");
         }
     }
 }
