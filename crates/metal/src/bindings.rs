@@ -1,8 +1,8 @@
 //! The text by which a kernel with one list of buffers reads its arguments from them.
 //!
-//! The structs of arguments are those of the CUDA kernels, with pointers. Candle binds buffers to indices, so that it
-//! knows which ones a launch reads and writes. A kernel therefore gets the numbers of its struct as bytes, in which a
-//! pointer is null or not, and the pointers as buffers.
+//! The structs of arguments are the structs of the CUDA kernels, with pointers. Candle binds buffers to indices, so
+//! that it knows which ones a launch reads and writes. A kernel therefore gets the numbers of its struct as bytes, in
+//! which a pointer is null or not, and the pointers as buffers.
 
 use candle_attention_cuda::shared::{CppType, KernelArguments};
 
