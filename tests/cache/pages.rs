@@ -355,7 +355,7 @@ fn pages_of_latents_under_a_window_match_sequences_alone_after_release() -> Resu
 
 #[test]
 fn pages_of_latents_whose_indexer_chooses_keys_match_sequences_alone() -> Result<()> {
-    let indexer = IndexerConfig { num_heads: 2, head_dim: 8, top_k: 12, rope_style: RopeStyle::RotateHalf };
+    let indexer = IndexerConfig::new(2, 8, 12);
     let model = Model::new(&[Kind::Latent(latent().with_indexer(indexer))], AttentionCacheConfig::new())?;
     check_model(&model, None, 1e-5)
 }
