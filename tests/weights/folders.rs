@@ -110,6 +110,6 @@ fn attention_layers_are_listed_in_order_of_their_numbers() -> Result<()> {
             Err(error) => assert!(error.to_string().contains(&format!("`{layout}`")), "{error}"),
         }
     }
-    assert_eq!((told, expected.len()), (58, 72));
+    assert_eq!((told, expected.len()), (60, 74));
     Ok(())
 }

@@ -89,6 +89,7 @@ const MISSING: &[Refused] = &[
     of("rotary positions with two angles for the entries of a pair", &["hunyuan_vl_text", "vjepa2"]),
     of("several stacks of layers", &[
         "clvp", "evolla", "hrm_text", "lxmert", "mobilevit", "seamless_m4t", "seamless_m4t_v2",
+        "timesformer",
     ]),
     of("rows of queries, values and keys in four groups", &["codegen"]),
     of("two latent attentions in a layer, with a scale of the latents", &["longcat_flash"]),

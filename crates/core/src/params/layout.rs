@@ -58,7 +58,6 @@
 /// | `packed:c_attn:by-head` | c_attn, c_proj, not transposed; rows by head | GPT-BigCode |
 /// | `packed:qkv` | qkv, proj; rows by part; `qkv.bias_mask` is multiplied by the bias (DINOv3) | timm |
 /// | `packed:qkv-projection` | qkv, projection; rows by part | BLIP's images |
-/// | `packed:attention.qkv` | attention.qkv, output.dense; rows by part | TimeSformer |
 /// | `packed:to_qkv` | to_qkv, to_out; rows by part | lucidrains' vit-pytorch (`SimpleViT`) and others |
 /// | `packed:to_qkv-to_out.0` | to_qkv, to_out.0; rows by part | lucidrains' vit-pytorch |
 ///
@@ -231,8 +230,6 @@ pub enum PackedNaming {
     ToQkvToOut0,
     /// att_proj, attn_out.
     AttProj,
-    /// attention.qkv, output.dense.
-    AttentionQkv,
     /// qkv_proj, out_proj.
     QkvProjOutProj,
 }

@@ -157,7 +157,7 @@ const fn packed(spelling: &'static str, packed: &'static str, output: &'static s
 }
 
 impl PackedNaming {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 11] = [
         Self::QkvProj,
         Self::Wqkv,
         Self::WqkvWo,
@@ -168,7 +168,6 @@ impl PackedNaming {
         Self::ToQkv,
         Self::ToQkvToOut0,
         Self::AttProj,
-        Self::AttentionQkv,
         Self::QkvProjOutProj,
     ];
 
@@ -184,7 +183,6 @@ impl PackedNaming {
             Self::ToQkv => packed("to_qkv", "to_qkv", "to_out"),
             Self::ToQkvToOut0 => packed("to_qkv-to_out.0", "to_qkv", "to_out.0"),
             Self::AttProj => packed("att_proj", "att_proj", "attn_out"),
-            Self::AttentionQkv => packed("attention.qkv", "attention.qkv", "output.dense"),
             Self::QkvProjOutProj => packed("qkv_proj-out_proj", "qkv_proj", "out_proj"),
         }
     }

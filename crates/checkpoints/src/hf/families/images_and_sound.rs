@@ -76,10 +76,7 @@ const MLLAMA_PREFIXES: &[&str] = &["model.vision_model.", "vision_model.", ""];
 const VIDEOPRISM: Family = ENCODER.of("videoprism_vision_model").bias(Bias::OutAndQkvIf("qkv_bias", true))
     .dropout(Number("attention_probs_dropout_prob", 0.0)).rules(&[rules::softcapped]);
 const VIDEOPRISM_PREFIXES: &[&str] = &["vision_model.", "backbone.", ""];
-const TIMESFORMER: Family = VIT.of("timesformer").bias(Bias::OutAndQkvIf("qkv_bias", true));
-const TIMESFORMER_PREFIXES: &[&str] = &["timesformer.", ""];
 const QKV_PROJ_OUT_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::QkvProjOutProj, QkvOrder::ByPart);
-const ATTENTION_QKV: WeightLayout = WeightLayout::Packed(PackedNaming::AttentionQkv, QkvOrder::ByPart);
 /// Meta's encoders of sound and video.
 const PERCEPTION: Family = LLAMA.layers(6).width(1792).query_heads(14).head_dim(128)
     .rope(rope(20_000.0, 10_000).interleaved()).qk_norm(rms_per_head(1e-5)).mask(Mask::Encoder);
@@ -231,11 +228,6 @@ pub(super) const ROWS: &[Family] = &[
     SIGLIP_TEXTS,
     CLIP_IMAGES.of("siglip_vision_model"),
     CLIP_IMAGES.of("smolvlm_vision").layers(12).width(1152).query_heads(16),
-    TIMESFORMER.at(TIMESFORMER_PREFIXES, "encoder.layer.{}.attention", ATTENTION_QKV).named(&[NamedAttention {
-        name: "temporal_attention",
-        family: TIMESFORMER.at(TIMESFORMER_PREFIXES, "encoder.layer.{}.temporal_attention", ATTENTION_QKV)
-            .only(&[("attention_type", "\"divided_space_time\"")]),
-    }]),
     ENCODER.of("tipsv2_text_model").at(&["text_encoder.", ""], "transformer.resblocks.{}.attn", WeightLayout::Torch)
         .mask(Mask::Encoder),
     ENCODER.of("tipsv2_vision_model").at(&["vision_encoder.", ""], "blocks.{}.attn", QKV)
