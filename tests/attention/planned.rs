@@ -100,12 +100,15 @@ fn plan_with_tracked_input_chooses_path_with_gradients(device: &Device) -> Resul
             // Not a variable itself, but computed from one.
             ("result", Call { q: (var(&plain().q) * 2.0)?, ..plain() }),
         ] {
-            // The operation of Metal has no gradients. f64 has the reference path only, for another reason.
+            // Candle's operation on Metal has no gradients, and kernels may be off. f64 has the reference path only, for another reason.
             let plan = planned(&call)?;
             match device.is_metal() {
                 _ if dtype == DType::F64 => {}
                 false => assert_eq!(plan.backend, Backend::Fused, "{what}: {plan}"),
-                true => assert!(plan.reason.contains("gradients"), "{what}: {plan}"),
+                true => {
+                    let has_gradients = plan.reason.ends_with("the Metal backward kernels");
+                    assert!(has_gradients || plan.reason.contains("has no gradients"), "{what}: {plan}");
+                }
             }
             assert!(call.context()?.track_op(), "{what} leaves a trace in the context");
         }
