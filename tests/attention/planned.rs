@@ -100,8 +100,8 @@ fn plan_with_tracked_input_chooses_path_with_gradients(device: &Device) -> Resul
             // Not a variable itself, but computed from one.
             ("result", Call { q: (var(&plain().q) * 2.0)?, ..plain() }),
         ] {
-            // Candle's operation on Metal has no gradients, and kernels may be off. f64 has the reference path only, for
-            // another reason.
+            // Candle's operation on Metal has no gradients, and kernels may be off. f64 has the reference path only,
+            // for another reason.
             let plan = planned(&call)?;
             match device.is_metal() {
                 _ if dtype == DType::F64 => {}
