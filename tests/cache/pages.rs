@@ -249,7 +249,8 @@ fn check(configs: &[Config], cache: AttentionCacheConfig, tolerance: f32) -> Res
 
 fn check_model(model: &Model, window: Option<usize>, tolerance: f32) -> Result<()> {
     let mut found = Counts::default();
-    for seed in 0..program::cases(2) {
+    let schedules = program::cases(2);
+    for seed in 0..schedules {
         let mut schedule = Schedule::new(model, window, tolerance)?;
         schedule.run(150, seed)?;
         let Counts { full, shared, cut, without_state } = schedule.counts;
@@ -262,6 +263,10 @@ fn check_model(model: &Model, window: Option<usize>, tolerance: f32) -> Result<(
         }
         assert_eq!(schedule.table.free_pages(), PAGES);
         assert_eq!(schedule.table.free_states(), schedule.table.states());
+    }
+    // One schedule alone may lack a kind of step.
+    if schedules < 2 {
+        return Ok(());
     }
     assert!(found.full > 0, "no step needed more than there was");
     assert!(window.is_some() || found.shared > 0, "no prefix was shared");
