@@ -230,10 +230,7 @@ impl Attention {
             (Self::Latent(attention, None), input) => attention.forward_with(input.softmax()?),
             (Self::Latent(attention, Some(choice)), input) => {
                 let before = choice.take();
-                let mut own = input.softmax()?;
-                if attention.config().shared_choice() {
-                    own = own.with_chosen_keys(&before);
-                }
+                let own = with_choice(attention, input.softmax()?, &before);
                 let OutputWithChoice { output, chosen } = attention.forward_with_choice(own)?;
                 choice.replace(chosen);
                 Ok(output)
@@ -253,7 +250,14 @@ impl Attention {
     ) -> Result<(Tensor, AttentionStatistics)> {
         match self {
             Self::MultiHead(attention) => attention.forward_with_statistics(input.softmax()?, wanted),
-            Self::Latent(attention, _) => attention.forward_with_statistics(input.softmax()?, wanted),
+            Self::Latent(attention, None) => attention.forward_with_statistics(input.softmax()?, wanted),
+            Self::Latent(attention, Some(choice)) => {
+                let before = choice.take();
+                let own = with_choice(attention, input.softmax()?, &before);
+                let (found, statistics) = attention.forward_with_choice_and_statistics(own, wanted)?;
+                choice.replace(found.chosen);
+                Ok((found.output, statistics))
+            }
             Self::Linear(_) => bail!("[causal_lm] linear attention has no weights, expected softmax attention"),
         }
     }
@@ -265,4 +269,13 @@ impl Attention {
             Self::Linear(net) => net.config().num_value_heads(),
         }
     }
+}
+
+/// Returns the input of a layer, with the keys that the layer before it chose if the layer attends to these.
+fn with_choice<'a>(
+    attention: &MultiHeadLatentAttention,
+    input: AttentionInput<'a>,
+    before: &'a ChosenKeys,
+) -> AttentionInput<'a> {
+    if attention.config().shared_choice() { input.with_chosen_keys(before) } else { input }
 }

@@ -175,6 +175,14 @@ impl Adapter {
                     )
                 }
                 StoredName::Parameter { name: parameter }
+                    if is_below(parameter, &format!("{}.indexer", target.module)) =>
+                {
+                    bail!(
+                        "[{OP}] {name} is in the file and of the layer's indexer, expected a layer of \
+                         `merged_builder` instead of `load_onto`"
+                    )
+                }
+                StoredName::Parameter { name: parameter }
                     if is_below(parameter, target.module) && parameter.contains(RELATIVE_BIAS) =>
                 {
                     bail!(

@@ -19,7 +19,7 @@ use crate::layer::warnings;
 use crate::layer::whole_mask::MaskedCall;
 use crate::mask::{AttentionMask, KeyLists};
 use crate::position::Rotation;
-use crate::sdpa::{Attended, FunctionKeys, OwnKeys};
+use crate::sdpa::{Attended, AttentionStatistics, FunctionKeys, OwnKeys, StatisticsOptions};
 use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::{is_addressable, part, reshape_linked, transpose_linked};
 
@@ -86,14 +86,38 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn forward_with_choice<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<OutputWithChoice> {
-        let own = input.into();
-        if own.any_pages().is_some() {
+        let record = ChoiceRecord::default();
+        let output = self.run_recording(input.into(), RequestedResults::default(), &record)?.output;
+        Ok(OutputWithChoice { output, chosen: record.get() })
+    }
+
+    /// Computes [`forward_with_choice`](Self::forward_with_choice) and the
+    /// [statistics](Self::forward_with_statistics) of the weights.
+    ///
+    /// # Errors
+    /// As [`forward_with_statistics`](Self::forward_with_statistics).
+    pub fn forward_with_choice_and_statistics<'a>(
+        &'a self,
+        input: impl Into<AttentionInput<'a>>,
+        wanted: &StatisticsOptions,
+    ) -> Result<(OutputWithChoice, AttentionStatistics)> {
+        let results = RequestedResults { statistics: Some(wanted.requested()), ..RequestedResults::default() };
+        let record = ChoiceRecord::default();
+        let (output, statistics) = self.run_recording(input.into(), results, &record)?.output_and_statistics()?;
+        Ok((OutputWithChoice { output, chosen: record.get() }, statistics))
+    }
+
+    /// Computes some results, and records the keys that are chosen for the queries.
+    fn run_recording<'a>(
+        &'a self,
+        input: AttentionInput<'a>,
+        wanted: RequestedResults,
+        record: &ChoiceRecord,
+    ) -> Result<Attended> {
+        if input.any_pages().is_some() {
             bail!("[{OP}] a choice of keys was requested from a call with pages, expected a cache or none")
         }
-        let record = ChoiceRecord::default();
-        let call = self.prepare_recording(&own, None, &record)?;
-        let output = call.finish(own.cache, RequestedResults::default())?.output;
-        Ok(OutputWithChoice { output, chosen: record.get() })
+        self.prepare_recording(&input, None, record)?.finish(input.cache, wanted)
     }
 
     /// Validates and projects an input: everything that comes before attention. With a cache, `absorbs` says whether

@@ -170,7 +170,10 @@ impl Page {
         let shape = layer.shape;
         let before = self.shape.unwrap_or(shape);
         if shape != before {
-            bail!("[page] layer {:?} has {shape}, the layers before it {before}", layer.name)
+            let index = self.layers.len();
+            bail!(
+                "[page] layer {index} has {shape}, the layers before it {before}, expected equal numbers in all layers"
+            )
         }
         self.check(Some(shape))?;
         self.shape = Some(shape);
