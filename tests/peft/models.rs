@@ -207,7 +207,7 @@ fn lora_saved_attention_modules_of_each_model_match_their_weights() -> Result<()
     Ok(())
 }
 
-/// Checks that an adapter with an indexer of its own is refused, and that `merged_builder` returns the indexer.
+/// Checks that an adapter with an indexer is refused, and that `merged_builder` returns the indexer.
 #[test]
 fn lora_with_saved_indexer_is_an_error_that_names_merged_builder() -> Result<()> {
     let model = Model::open(&recorded("hf/models").join("minimax_m3"));
