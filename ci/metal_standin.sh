@@ -61,11 +61,15 @@ on_each_device=(--test attention --test cache --test errors --test golden)
 on_one_device=(--test cache --test hf --test peft --test weights)
 examples=(--example causal_lm --example image_embedding --example rerank --example sentence_embedding)
 cargo build "${build[@]}" "${on_each_device[@]}" "${on_one_device[@]}" --test examples "${examples[@]}" --bin device_check
-# Fewer random cases than on the CPU, whose own tests draw the same ones. The kernels of this crate run on the emulator.
-export PROPTEST_CASES=20 CACHE_CASES=1
-cargo test "${build[@]}" "${on_each_device[@]}" metal::
+# Fewer random cases than on the CPU, whose own tests draw the same ones. The kernels of this crate run on the emulator,
+# where each case takes longer. The tests that are skipped first take long there, and run without the kernels below.
+export CACHE_CASES=1
+long=(extreme_inputs long_sequences heads_biases layer_with_norms layer_with_gate layer_with_clip learned_keys one_key_head)
+PROPTEST_CASES=4 cargo test "${build[@]}" "${on_each_device[@]}" -- metal:: "${long[@]/#/--skip=}"
 # Whole models would take long on the emulator.
-export TEST_DEVICE=metal CANDLE_ATTENTION_METAL_KERNELS=0
+export CANDLE_ATTENTION_METAL_KERNELS=0 PROPTEST_CASES=20
+cargo test "${build[@]}" --test attention --test cache -- metal:: --skip launches
+export TEST_DEVICE=metal
 # `short_calls` makes the calls of `layers::metal` in more orders, which takes long.
 cargo test "${build[@]}" "${on_one_device[@]}" -- --skip cpu:: --skip metal:: --skip short_calls
 EXAMPLE_BUILD_ARGS=${build[*]} cargo test "${build[@]}" --test examples -- examples_match_transformers attention_map_is_drawn
