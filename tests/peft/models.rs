@@ -101,7 +101,7 @@ fn lora_on_all_linear_layers_of_each_model_matches_merged_weights() -> Result<()
         if layer > 0 {
             continue;
         }
-        let latent = |layer: usize, vb: VarBuilder| hf::load_latent_attention(&model.config, layer, vb);
+        let latent = |index: usize, vb: VarBuilder| hf::load_latent_attention(&model.config, index, vb);
         while let Ok(expected) = latent(layer, builder(&drawn_model.merged)) {
             let found = latent(layer, adapter.merged_builder(builder(&model.weights)))?;
             let width = model.config["hidden_size"].as_u64().expect("a width") as usize;
