@@ -1,18 +1,10 @@
 //! Tables of pages and pools: which pages are copied, found and freed, and errors that change nothing.
 
+use crate::paged_model::{base, pool_of};
 use crate::program::EMBED_DIM;
 use crate::*;
 
 const PAGE: usize = 16;
-
-fn base() -> Config {
-    Config::new(EMBED_DIM, 4).with_num_kv_heads(2).with_head_dim(8).with_causal(true)
-}
-
-/// Returns a pool of a layer for the pages of a table.
-fn pool_of(cfg: &Config, table: &PageTable) -> Result<KvPool> {
-    KvPool::new(&KvPoolConfig::for_layer(cfg, table), &DEVICE)
-}
 
 /// Returns three tokens (3, E).
 fn three_tokens() -> Result<Tensor> {

@@ -9,6 +9,20 @@ pub const VOCAB: usize = 3;
 /// The number of last tokens that a model with states can take back.
 pub const DRAFTS: usize = 4;
 
+pub fn base() -> Config {
+    Config::new(EMBED_DIM, 4).with_num_kv_heads(2).with_head_dim(8).with_causal(true)
+}
+
+pub fn latent() -> LatentConfig {
+    let cfg = LatentConfig::new(EMBED_DIM, 3).with_kv_lora_rank(48).with_nope_head_dim(16).with_rope_head_dim(4);
+    cfg.with_value_head_dim(8).with_rope(RopeConfig::new(100.0)).with_q_lora_rank(8)
+}
+
+/// Returns a pool of a layer for the pages of a table.
+pub fn pool_of(cfg: &Config, table: &PageTable) -> Result<KvPool> {
+    KvPool::new(&KvPoolConfig::for_layer(cfg, table), &DEVICE)
+}
+
 /// The config of a layer.
 #[allow(clippy::large_enum_variant, reason = "there are few of them")]
 pub enum Kind {

@@ -1,20 +1,11 @@
 //! Trees of drafts in pages, and layers whose modifiers count from the positions of keys: each sequence has the numbers
 //! that it has alone in a cache.
 
-use crate::paged_model::{DRAFTS, Kind, Model, Pool, Tokens};
+use crate::paged_model::{DRAFTS, Kind, Model, Pool, Tokens, base, latent, pool_of};
 use crate::program::EMBED_DIM;
 use crate::*;
 
 const PAGE: usize = 16;
-
-fn base() -> Config {
-    Config::new(EMBED_DIM, 4).with_num_kv_heads(2).with_head_dim(8).with_causal(true)
-}
-
-fn latent() -> LatentConfig {
-    let cfg = LatentConfig::new(EMBED_DIM, 3).with_kv_lora_rank(48).with_nope_head_dim(16).with_rope_head_dim(4);
-    cfg.with_value_head_dim(8).with_rope(RopeConfig::new(100.0)).with_q_lora_rank(8)
-}
 
 /// Drafts trees after prompts of several lengths, keeps other paths of each, and compares every output with the same
 /// sequence alone.
@@ -115,7 +106,7 @@ fn trees_in_pages_of_layers_with_biases_by_position_and_appended_keys_match_tree
 fn mask_tensors_with_pages_apply_to_each_sequence() -> Result<()> {
     let own = layer(&base())?.freeze()?;
     let mut table = PageTable::new(4, PAGE)?;
-    let pool = KvPool::new(&KvPoolConfig::for_layer(&base(), &table), &DEVICE)?;
+    let pool = pool_of(&base(), &table)?;
     let mut cache = AttentionCache::default();
     let xs = wave(2, 5, EMBED_DIM, 0.0)?;
     let allowed = Tensor::from_vec((0..50u8).map(|n| u8::from(n % 3 != 1)).collect::<Vec<_>>(), (2, 1, 5, 5), &DEVICE)?;
@@ -135,7 +126,7 @@ fn mask_tensors_with_pages_apply_to_each_sequence() -> Result<()> {
 fn kept_tokens_that_pools_have_not_moved_or_that_pages_share_are_errors() -> Result<()> {
     let own = layer(&base())?.freeze()?;
     let mut table = PageTable::new(4, PAGE)?;
-    let pool = KvPool::new(&KvPoolConfig::for_layer(&base(), &table), &DEVICE)?;
+    let pool = pool_of(&base(), &table)?;
     let xs = wave(1, 4, EMBED_DIM, 0.0)?.squeeze(0)?;
     let one = table.add();
     let step = table.step(&[one.tokens(4)])?;
@@ -165,7 +156,7 @@ fn kept_tokens_that_pools_have_not_moved_or_that_pages_share_are_errors() -> Res
     let twice = "[kv_pool] the pool has moved rows 1 times, expected 0 before these moves: each once";
     assert_eq!(error_text(pool.move_rows(&moves)), twice);
     let stranger = PageTable::new(4, PAGE)?;
-    let of_stranger = KvPool::new(&KvPoolConfig::for_layer(&base(), &stranger), &DEVICE)?;
+    let of_stranger = pool_of(&base(), &stranger)?;
     let another = "[kv_pool] the moves are of another table, expected the one that the pool was made for";
     assert_eq!(error_text(of_stranger.move_rows(&moves)), another);
     let last = table.step(&[one.tokens(1)])?;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::paged_model::{Cache, DRAFTS, Kind, Model, Pool, Tokens, VOCAB};
+use crate::paged_model::{Cache, DRAFTS, Kind, Model, Pool, Tokens, VOCAB, base, latent};
 use crate::program::EMBED_DIM;
 use crate::*;
 
@@ -11,10 +11,6 @@ const PAGES: usize = 24;
 
 /// The number of states of a model with recurrent layers.
 const STATES: usize = 24;
-
-fn base() -> Config {
-    Config::new(EMBED_DIM, 4).with_num_kv_heads(2).with_head_dim(8).with_causal(true)
-}
 
 fn rotated() -> Config {
     base().with_rope(RopeConfig::new(100.0))
@@ -326,11 +322,6 @@ fn pages_of_8_bits_and_bf16_match_caches_of_8_bits_and_bf16() -> Result<()> {
     // One layer: in a second one, the last bits of its inputs decide how keys are rounded.
     check(&[rotated()], AttentionCacheConfig::new().with_q8(), 1e-5)?;
     check(&[rotated()], AttentionCacheConfig::new().with_dtype(DType::BF16), 1e-2)
-}
-
-fn latent() -> LatentConfig {
-    let cfg = LatentConfig::new(EMBED_DIM, 3).with_kv_lora_rank(48).with_nope_head_dim(16).with_rope_head_dim(4);
-    cfg.with_value_head_dim(8).with_rope(RopeConfig::new(100.0)).with_q_lora_rank(8)
 }
 
 #[test]
