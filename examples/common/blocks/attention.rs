@@ -8,7 +8,7 @@ use candle_attention::{
     DeltaCache, DeltaInput, DeltaPool, GatedDeltaNet, KvPool, KvPoolConfig, MultiHeadAttention,
     MultiHeadLatentAttention, OutputWithChoice, PageTable, PagedTokens, RopeConfig, RotaryEmbedding, StatisticsOptions,
 };
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Device, Error, Result, Tensor, bail};
 
 #[allow(clippy::large_enum_variant, reason = "a model has one for each block")]
 pub enum Attention {
@@ -96,11 +96,7 @@ impl<'a> Input<'a> {
         match (self, cache) {
             (Self::Softmax(input), Cache::Softmax(cache)) => Ok(Self::Softmax(input.with_cache(cache))),
             (Self::Linear(input), Cache::Linear(cache)) => Ok(Self::Linear(input.with_cache(cache))),
-            (input, _) => {
-                let is_linear = matches!(input, Self::Linear(_));
-                let [own, other] = if is_linear { ["linear", "softmax"] } else { ["softmax", "linear"] };
-                bail!("[causal_lm] a layer of {own} attention got the cache of {other} attention")
-            }
+            (input, _) => Err(input.error_about("cache")),
         }
     }
 
@@ -109,12 +105,17 @@ impl<'a> Input<'a> {
         match (self, pool) {
             (Self::Softmax(input), Pool::Softmax(pool)) => Ok(Self::Softmax(input.with_pages(pool, step))),
             (Self::Linear(input), Pool::Linear(pool)) => Ok(Self::Linear(input.with_pages(pool, step))),
-            (input, _) => {
-                let is_linear = matches!(input, Self::Linear(_));
-                let [own, other] = if is_linear { ["linear", "softmax"] } else { ["softmax", "linear"] };
-                bail!("[causal_lm] a layer of {own} attention got the pool of {other} attention")
-            }
+            (input, _) => Err(input.error_about("pool")),
         }
+    }
+
+    /// Returns the error of a layer that got the cache or the pool of another kind of attention.
+    fn error_about(&self, what: &str) -> Error {
+        let (own, other) = match self {
+            Self::Softmax(_) => ("softmax", "linear"),
+            Self::Linear(_) => ("linear", "softmax"),
+        };
+        Error::msg(format!("[causal_lm] a layer of {own} attention got the {what} of {other} attention")).bt()
     }
 
     /// Returns the input of softmax attention.
