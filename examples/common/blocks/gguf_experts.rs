@@ -6,7 +6,7 @@ use candle_nn::Activation;
 use serde_json::Value;
 
 use super::gguf::Gguf;
-use super::gpt_oss;
+use super::gpt_oss::Clamp;
 use super::mlp::{Experts, Mixture, Mlp, Router};
 use super::weights::{INPUTS, OUTPUTS, Sharding, Weights};
 
@@ -21,7 +21,8 @@ pub fn read(mixture: &Mixture, json: &Value, gguf: &Gguf, at: &Weights, activati
     if at.contains_tensor("exp_probs_b.bias") {
         correction = Some(at.get_unchecked_dtype("exp_probs_b.bias", DType::F32)?.reshape(count)?.to_vec1()?);
     }
-    let has_biases = at.contains_tensor("ffn_down_exps.bias");
+    // Only the experts of GPT-OSS have biases.
+    let clamp = at.contains_tensor("ffn_down_exps.bias").then(|| Clamp::of(json));
     let own = |part: &str, index: usize, sharding: Sharding| -> Result<PackedLinear> {
         gguf.expert(&format!("{}.{part}", at.prefix()), index, at.shard(), sharding)
     };
@@ -35,18 +36,13 @@ pub fn read(mixture: &Mixture, json: &Value, gguf: &Gguf, at: &Weights, activati
             (own("ffn_gate_exps", index, OUTPUTS)?, own("ffn_up_exps", index, OUTPUTS)?)
         };
         let down = own("ffn_down_exps", index, INPUTS)?;
-        // Only the experts of GPT-OSS have biases.
-        experts.push(if has_biases {
-            gpt_oss::expert(json, gate, up, down)
-        } else {
-            Mlp::gated(gate, up, down, activation)?
-        });
+        experts.push(Mlp::gated(gate, up, down, activation, clamp)?);
     }
     let mut shared = None;
     if at.contains_tensor("ffn_down_shexp.weight") {
         let gate = at.pp("ffn_gate_shexp").linear(OUTPUTS)?;
         let up = at.pp("ffn_up_shexp").linear(OUTPUTS)?;
-        shared = Some(Mlp::gated(gate, up, at.pp("ffn_down_shexp").linear(INPUTS)?, activation)?);
+        shared = Some(Mlp::gated(gate, up, at.pp("ffn_down_shexp").linear(INPUTS)?, activation, None)?);
     }
     let mut shared_gate = None;
     if at.contains_tensor("ffn_gate_inp_shexp.weight") {

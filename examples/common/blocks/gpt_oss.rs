@@ -14,20 +14,16 @@ use super::weights::{INPUTS, OUTPUTS, Sharding, Weights};
 pub fn experts(json: &Value, all: &Weights, count: usize) -> Result<Vec<Mlp>> {
     let gate_up = Stacked::read(all, "gate_up_proj", Sharding { unit: 2, ..OUTPUTS })?;
     let down = Stacked::read(all, "down_proj", INPUTS)?;
+    let clamp = Clamp::of(json);
     let mut experts = Vec::with_capacity(count);
     for index in 0..count {
         let own = gate_up.expert(index)?;
         let gate = own.every_second_row(0)?;
         let up = own.every_second_row(1)?;
         let down = down.expert(index)?;
-        experts.push(expert(json, gate, up, PackedLinear::new(&down.weight, Some(&down.bias))?));
+        experts.push(clamp.mlp(gate, up, PackedLinear::new(&down.weight, Some(&down.bias))?));
     }
     Ok(experts)
-}
-
-/// Makes an expert of its projections.
-pub fn expert(json: &Value, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> Mlp {
-    Clamp::of(json).mlp(gate, up, down)
 }
 
 /// The numbers of a clamped gate.

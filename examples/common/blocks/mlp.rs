@@ -33,9 +33,18 @@ impl Mlp {
         }
     }
 
-    /// Makes `down(activation(gate(x)) * up(x))`.
-    pub fn gated(gate: PackedLinear, up: PackedLinear, down: PackedLinear, activation: Activation) -> Result<Self> {
-        Ok(Self::new(PackedGatedLinear::new(gate, up, activation)?, down))
+    /// Makes `down(activation(gate(x)) * up(x))`, or the MLP of a clamped gate.
+    pub fn gated(
+        gate: PackedLinear,
+        up: PackedLinear,
+        down: PackedLinear,
+        activation: Activation,
+        clamp: Option<Clamp>,
+    ) -> Result<Self> {
+        Ok(match clamp {
+            Some(clamp) => clamp.mlp(gate, up, down),
+            None => Self::new(PackedGatedLinear::new(gate, up, activation)?, down),
+        })
     }
 
     /// Computes the MLP, plus a residual if there is one.
@@ -274,11 +283,7 @@ fn stacked_experts(all: &Weights, count: usize, activation: Activation, clamp: O
     let mut experts = Vec::with_capacity(count);
     for i in 0..count {
         let linear = |weights: &Tensor| PackedLinear::new(&weights.i(i)?, None);
-        let (gate, up, down) = (linear(&gates)?, linear(&ups)?, linear(&downs)?);
-        experts.push(match clamp {
-            Some(clamp) => clamp.mlp(gate, up, down),
-            None => Mlp::gated(gate, up, down, activation)?,
-        });
+        experts.push(Mlp::gated(linear(&gates)?, linear(&ups)?, linear(&downs)?, activation, clamp)?);
     }
     Ok(experts)
 }

@@ -223,11 +223,8 @@ impl<'a> Weights<'a> {
             (self.pp(names.gate).linear(OUTPUTS)?, self.pp(names.up).linear(OUTPUTS)?)
         };
         let down = self.pp(names.down).linear(INPUTS)?;
-        if let Some(clamp) = clamp {
-            return Ok(clamp.mlp(gate, up, down));
-        }
         let gate_activation = if activation == Activation::Swiglu { Activation::Silu } else { activation };
-        Mlp::gated(gate, up, down, gate_activation)
+        Mlp::gated(gate, up, down, gate_activation, clamp)
     }
 
     /// Returns whether this process adds the terms that count once, such as biases.
