@@ -70,8 +70,7 @@ pub struct Args {
 impl Args {
     /// Returns the number of states of a model with linear attention.
     pub fn states(&self) -> usize {
-        let most = self.batch.min(self.token_budget).get();
-        self.states.map_or(most.saturating_mul(4), NonZeroUsize::get)
+        self.states.map_or(self.limits().running().saturating_mul(4), NonZeroUsize::get)
     }
 
     /// Returns the limits of the scheduler.

@@ -30,9 +30,16 @@ pub struct Limits {
     pub tokens: usize,
     /// The most tokens of one prompt in a step.
     pub chunk: usize,
-    /// The most requests that have pages at a time. There are never more than `tokens`, so that each of them can bring
-    /// a token to every step.
+    /// The most requests that have pages at a time. There are never more than `tokens` ([`Limits::running`]), so that
+    /// each of them can bring a token to every step.
     pub requests: usize,
+}
+
+impl Limits {
+    /// Returns the most requests that have pages at a time.
+    pub fn running(&self) -> usize {
+        self.requests.min(self.tokens)
+    }
 }
 
 /// A prompt to continue.
@@ -161,7 +168,7 @@ impl Scheduler {
         if table.num_sequences() > 0 {
             bail!("[{OP}] the table has {} sequences, expected none", table.num_sequences())
         }
-        let requests = limits.requests.min(limits.tokens);
+        let requests = limits.running();
         if table.states() > 0 && table.states() / 2 < requests {
             bail!(
                 "[{OP}] the table has {} states, expected two for each of {requests} requests at least",
@@ -347,7 +354,7 @@ impl Scheduler {
         for request in &self.running {
             promised += self.pages_to_keep_free(request.sequence, request.missing())?;
         }
-        while budget > 0 && self.running.len() < self.limits.requests.min(self.limits.tokens) {
+        while budget > 0 && self.running.len() < self.limits.running() {
             let Some(next) = self.waiting.front() else { break };
             let SharedPrefix { sequence, tokens: shared } = self.table.add_with_prefix(&next.tokens);
             if let Some(window) = self.window {
