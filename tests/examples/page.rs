@@ -1,6 +1,10 @@
 //! `--page` of every example that has it: each layer of each model is in the page.
 
-use crate::process::{Checkpoint, SENTENCE, printed};
+use crate::common::{Run, run};
+use crate::process::{Checkpoint, SENTENCE, command, printed};
+
+/// The model whose layers have different numbers of heads, of which there is no page.
+const WITHOUT_PAGE: &str = "dots3_note_text";
 
 /// Runs an example, and returns the page that it writes and the number of its layers.
 #[track_caller]
@@ -26,8 +30,7 @@ fn page_of_every_checkpoint_has_all_layers() {
     ] {
         for model in Checkpoint::all(example) {
             let config = model.config();
-            // Its layers have different numbers of heads, which a page does not show.
-            if config["model_type"] == "dots3_note_text" {
+            if config["model_type"] == WITHOUT_PAGE {
                 continue;
             }
             let is_picture = example == "image_embedding";
@@ -42,6 +45,20 @@ fn page_of_every_checkpoint_has_all_layers() {
             assert_eq!(html.contains("id=\"picture-data\""), is_picture, "{model}");
         }
     }
+}
+
+#[test]
+fn page_of_layers_with_different_numbers_of_heads_is_an_error() {
+    let model = Checkpoint::of("causal_lm", WITHOUT_PAGE);
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("attention.html");
+    let mut causal_lm = command("causal_lm");
+    causal_lm.arg("--model").arg(&model.path).args(["--ids", "5,7,9", "--max-tokens", "1"]).arg("--page").arg(&file);
+    let Run { code, stderr, .. } = run(causal_lm);
+    let expected = "error: [page] layer 1 has 2 heads, 3 queries, 3 keys and 3 top keys, the layers before it 4 heads, 3 \
+                    queries, 3 keys and 3 top keys, expected equal numbers in all layers";
+    assert_eq!((code, stderr.trim()), (Some(1), expected));
+    assert!(!file.exists());
 }
 
 #[test]
