@@ -45,13 +45,18 @@ RUN_ALONE = {
 }
 
 
-def as_model(config_class):
-    """A class of models that have the part of a configuration alone; None for other configurations."""
+def module_of(config_class):
+    """The module of transformers that has the model of a configuration."""
+    name = config_class.__module__.replace("configuration_", "modeling_")
+    return importlib.import_module(MODULES.get(config_class.model_type, name))
+
+
+def as_models(config_class):
+    """The class of models that have the part of a configuration alone, in a list; empty for other configurations."""
     part = PARTS.get(config_class.model_type)
     if part is None:
-        return None
-    module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
-    part_class = getattr(module, part.class_name)
+        return []
+    part_class = getattr(module_of(config_class), part.class_name)
 
     class Alone(PreTrainedModel):
         def __init__(self, config):
@@ -63,7 +68,7 @@ def as_model(config_class):
             return getattr(self, part.name)(**inputs)
 
     Alone.config_class = config_class
-    return Alone
+    return [Alone]
 
 
 def target(model):

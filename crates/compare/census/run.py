@@ -38,7 +38,7 @@ import others
 import record
 import table
 import written
-from parts import as_model
+from parts import as_models
 from tiny import model_classes, options, tiny
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -131,7 +131,7 @@ def attempt(model_type, folder, is_known):
     # transformers has some spellings twice.
     if config_class.model_type != model_type:
         return {"alias": config_class.model_type}
-    classes = model_classes(config_class) or [found for found in [as_model(config_class)] if found]
+    classes = model_classes(config_class) or as_models(config_class)
     parts = {name: part.model_type for name, part in parts_of(tiny(config_class)).items()}
     if not classes:
         return {"failed": "transformers has no model that takes this configuration by itself", "parts": parts}

@@ -254,7 +254,7 @@ def instructed_qformer(config):
     return qformer(config) | {"input_ids": instruction, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
 
 
-def dinov3_positions(config):
+def after_class_and_registers(config):
     return after_zeros(1 + config.num_register_tokens)
 
 
@@ -271,9 +271,9 @@ MERGED = (
     " qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision"
 ).split()
 POSITIONS = {
-    "dinov3_vit": dinov3_positions,
+    "dinov3_vit": after_class_and_registers,
     "eomt_dinov3": lambda config: after_zeros(config.num_queries + 1 + config.num_register_tokens),
-    "sapiens2": lambda config: after_zeros(1 + config.num_register_tokens),
+    "sapiens2": after_class_and_registers,
     "pixtral": lambda config: grid(4, 4).repeat(1, 2),
     "sam3_vit_model": lambda config: grid(4, 4).flip(0),
 } | dict.fromkeys(MERGED, towers.two_images) | towers.POSITIONS

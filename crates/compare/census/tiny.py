@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from parts import MODULES
+from parts import module_of
 from special import CONFIGS, OPTIONS
 from versions import PreTrainedConfig, field_of, fields_of, spelled
 
@@ -151,8 +151,7 @@ def model_classes(config_class):
     for mapping in HEADS + ["MODEL_MAPPING_NAMES"]:
         found = getattr(modeling_auto, mapping, {}).get(config_class.model_type)
         names += [found] if isinstance(found, str) else list(found or [])
-    name = config_class.__module__.replace("configuration_", "modeling_")
-    module = importlib.import_module(MODULES.get(config_class.model_type, name))
+    module = module_of(config_class)
     classes = [getattr(module, name) for name in dict.fromkeys(names) if hasattr(module, name)]
     own = [
         candidate
