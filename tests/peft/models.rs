@@ -26,14 +26,11 @@ impl Drawn {
     pub fn new(model: &Model, seed: u64, scaling: f64) -> Result<Self> {
         let is_conv1d = model.config["model_type"] == "gpt2";
         let mut drawn_model = Self { file: HashMap::new(), merged: model.weights.clone() };
-        // An adapter does not change the indexer of a `MultiHeadAttention`.
-        let builder = VarBuilder::from_tensors(model.weights.clone(), DType::F32, &DEVICE);
-        let has_indexer = hf::load_attention(&model.config, 0, builder).is_ok();
         // In the order of the names, so that each run draws the same numbers.
         let weights: BTreeMap<_, _> = model.weights.iter().collect();
         for (n, (name, weight)) in weights.into_iter().enumerate() {
             let Some(module) = name.strip_suffix(".weight").filter(|_| weight.rank() == 2) else { continue };
-            if OTHER_MATRICES.iter().any(|part| name.contains(part)) || (has_indexer && name.contains(".indexer.")) {
+            if OTHER_MATRICES.iter().any(|part| name.contains(part)) || is_of_refused_indexer(model, name) {
                 continue;
             }
             let weight = if is_conv1d { weight.t()? } else { weight.clone() };
@@ -49,6 +46,11 @@ impl Drawn {
         }
         Ok(drawn_model)
     }
+}
+
+/// Returns whether a parameter is of the indexer of a `MultiHeadAttention`, which an adapter does not change.
+fn is_of_refused_indexer(model: &Model, name: &str) -> bool {
+    name.contains(".indexer.") && hf::attention_config(&model.config, 0).is_ok()
 }
 
 /// Returns an input of a layer, with the tokens that it needs.
@@ -167,7 +169,8 @@ fn lora_saved_attention_modules_of_each_model_match_their_weights() -> Result<()
         for (n, (name, weight)) in weights.into_iter().enumerate() {
             let is_shared = ["relative_attention_bias", "rel_embeddings", "encoder.LayerNorm"];
             let is_attention = ["attn", "attention"].iter().any(|part| name.to_lowercase().contains(part));
-            if !is_attention || name.contains(".indexer.") || is_shared.iter().any(|part| name.contains(part)) {
+            if !is_attention || is_of_refused_indexer(&model, name) || is_shared.iter().any(|part| name.contains(part))
+            {
                 continue;
             }
             let change = drawn(n as u64, weight.dims(), 0.2)?.to_dtype(DType::F32)?;
