@@ -70,7 +70,7 @@ pub struct StructDefinition {
 /// A header that is printed from the declaration of a struct.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StructHeader {
-    /// The name by which the kernels include it: that of the struct in lower case, such as `gate_arguments.cuh`.
+    /// The name by which the kernels include it.
     pub name: String,
     /// The text of the header.
     pub text: String,
@@ -117,8 +117,8 @@ impl StructDefinition {
         inner
     }
 
-    /// Returns the name of the header.
-    fn header_name(&self) -> String {
+    /// Returns the name of the header: that of the struct in lower case, such as `gate_arguments.cuh`.
+    pub fn header_name(&self) -> String {
         let mut name = String::new();
         for letter in self.name.chars() {
             if letter.is_uppercase() && !name.is_empty() {

@@ -1,27 +1,13 @@
-//! The buffers that the kernels are bound to, and the text by which a kernel reads its arguments from them.
-//!
-//! The struct of arguments is the one of the CUDA kernels, with pointers. Candle binds buffers to indices, so that it
-//! knows which ones a launch reads and writes. A kernel therefore gets the numbers of the struct as bytes, in which a
-//! pointer is null or not, and pointers as buffers. Metal has 31 indices for them, fewer than there are pointers, so
-//! that each kernel has one of several lists.
+//! The buffers that the kernels of attention are bound to. Metal has 31 indices for them, fewer than there are pointers
+//! in the arguments, so that each kernel has one of several lists.
 
-use candle_attention_cuda::shared::{AttentionArguments, CppType, KernelStruct};
+use candle_attention_cuda::shared::AttentionArguments;
 
-use crate::bindings::{BoundField, LaunchArguments, bound_fields};
-use crate::launch::MetalLaunch;
-
-/// The name of the text among the files of the source.
-pub(crate) const HEADER: &str = "attention_buffers.metal";
+use crate::bindings::{BoundField, BufferList, LaunchArguments, bound_fields};
+use crate::launch::{MetalLaunch, PairRange};
 
 /// A field of the arguments that is bound as a buffer.
 type AttentionField = BoundField<AttentionArguments>;
-
-/// The bound fields of some kernels, in the order of their indices, from 1 on: index 0 has the numbers.
-pub(crate) struct BufferList {
-    /// The name in the source.
-    name: &'static str,
-    pub fields: &'static [AttentionField],
-}
 
 /// The fields of the forward kernels.
 const FORWARD: &[AttentionField] = bound_fields![
@@ -100,84 +86,37 @@ const SUMS: &[AttentionField] = bound_fields![
     relative_bias_gradient,
 ];
 
-/// All lists.
-const LISTS: [BufferList; 3] = [
-    BufferList { name: "ATTENTION", fields: FORWARD },
-    BufferList { name: "BACKWARD", fields: BACKWARD },
-    BufferList { name: "SUMS", fields: SUMS },
-];
-
-/// Returns the fields that a kernel is bound to.
-pub(crate) fn fields_of(kernel: &str) -> &'static [AttentionField] {
-    match kernel {
-        "attention_backward_delta" | "attention_backward_queries" | "attention_backward_keys" => BACKWARD,
-        _ if kernel.starts_with("attention_backward") => SUMS,
-        _ => FORWARD,
-    }
-}
-
 impl LaunchArguments for AttentionArguments {
+    const LISTS: &'static [BufferList<Self>] = &[
+        BufferList { name: "ATTENTION", fields: FORWARD },
+        BufferList { name: "BACKWARD", fields: BACKWARD },
+        BufferList { name: "SUMS", fields: SUMS },
+    ];
+
     fn fields_of(kernel: &str) -> &'static [AttentionField] {
-        fields_of(kernel)
+        match kernel {
+            "attention_backward_delta" | "attention_backward_queries" | "attention_backward_keys" => BACKWARD,
+            _ if kernel.starts_with("attention_backward") => SUMS,
+            _ => FORWARD,
+        }
     }
 
     fn of_launch(&self, launch: &MetalLaunch) -> Self {
-        launch.arguments(self)
-    }
-}
-
-/// Returns the text.
-pub(crate) fn header() -> String {
-    let mut numbers =
-        String::from("// The arguments as bytes. A pointer is 0 if it is null.\nstruct AttentionNumbers {\n");
-    for field in AttentionArguments::DEFINITION.fields {
-        let cpp_type = if is_pointer(field.cpp_type) { "u64".into() } else { field.cpp_type.name() };
-        numbers += &format!("    {cpp_type} {};\n", field.name);
-    }
-    numbers += "};\nstatic_assert(sizeof(AttentionNumbers) == sizeof(AttentionArguments), \"the size in Rust\");\n";
-    let lists: Vec<String> = LISTS.iter().map(BufferList::text).collect();
-    format!("#include \"attention_arguments.cuh\"\n\n{numbers}\n{}", lists.join("\n"))
-}
-
-/// Returns whether a type is a pointer.
-fn is_pointer(cpp_type: CppType) -> bool {
-    matches!(cpp_type, CppType::Input(_) | CppType::Output(_))
-}
-
-impl BufferList {
-    /// Returns the macros of a kernel with these buffers: its parameters, the arguments for them on the emulator, and
-    /// the statements that read the arguments.
-    fn text(&self) -> String {
-        let Self { name: list, fields } = self;
-        let all = AttentionArguments::DEFINITION.fields;
-        let mut reads = format!("#define READ_{list}_ARGUMENTS(arguments)");
-        for field in all {
-            let name = field.name;
-            let is_bound = fields.iter().any(|bound| bound.name == name);
-            reads += &match (is_pointer(field.cpp_type), is_bound) {
-                (false, _) => format!(" \\\n    arguments.{name} = numbers.{name};"),
-                (true, false) => format!(" \\\n    arguments.{name} = nullptr;"),
-                (true, true) => format!(
-                    " \\\n    if (numbers.{name}) arguments.{name} = {name}_buffer; else arguments.{name} = nullptr;"
-                ),
-            };
+        match launch.pairs {
+            Some(PairRange { first, count }) => Self { first_pair: first as i32, pairs: count as i32, ..*self },
+            None => *self,
         }
-        let mut parameters = format!("#define {list}_BUFFERS const CONSTANT AttentionNumbers& numbers BUFFER(0)");
-        let mut of_arguments = format!("#define {list}_BUFFERS_OF(arguments) (const AttentionNumbers&)arguments");
-        for (index, bound) in fields.iter().enumerate() {
-            let name = bound.name;
-            let pointer =
-                all.iter().find(|field| field.name == name).map_or_else(String::new, |field| field.cpp_type.name());
-            parameters += &format!(", \\\n    {pointer} {name}_buffer BUFFER({})", index + 1);
-            of_arguments += &format!(", \\\n    arguments.{name}");
-        }
-        format!("{parameters}\n\n{of_arguments}\n\n{reads}\n")
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use candle_attention_cuda::shared::KernelStruct;
+
     use super::*;
+    use crate::bindings::header;
+
+    const LISTS: &[BufferList<AttentionArguments>] = AttentionArguments::LISTS;
 
     #[test]
     fn bound_fields_are_pointers_of_the_arguments_and_fit_the_indices_of_metal() {
@@ -189,7 +128,7 @@ mod tests {
                 assert!(pointer.ends_with('*'), "{}", bound.name);
             }
         }
-        let text = header();
+        let text = header::<AttentionArguments>().text;
         assert!(text.contains("GLOBAL const int* end_keys_buffer BUFFER(20)"), "{text}");
         assert!(text.contains("arguments.query_gradient = nullptr;"), "{text}");
         assert!(
@@ -209,7 +148,7 @@ mod tests {
             let kernel = rest.split(',').next().unwrap_or_default();
             let named = LISTS.iter().find(|own| own.name == list).expect(list);
             let names = |fields: &[AttentionField]| fields.iter().map(|field| field.name).collect::<Vec<_>>();
-            assert_eq!(names(fields_of(kernel)), names(named.fields), "{kernel}");
+            assert_eq!(names(AttentionArguments::fields_of(kernel)), names(named.fields), "{kernel}");
             kernels += 1;
         }
         assert_eq!(kernels, 10);

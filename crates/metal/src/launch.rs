@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use candle_attention_cuda::Unsupported;
-use candle_attention_cuda::shared::{AttentionArguments, Define};
+use candle_attention_cuda::shared::Define;
 
 /// A kernel of a program, and the threadgroups of a launch.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -30,16 +30,6 @@ pub(crate) struct PairRange {
 }
 
 impl MetalLaunch {
-    /// Returns the arguments of the launch, from the arguments of the call.
-    pub fn arguments(&self, of_call: &AttentionArguments) -> AttentionArguments {
-        let mut own = *of_call;
-        if let Some(PairRange { first, count }) = self.pairs {
-            own.first_pair = first as i32;
-            own.pairs = count as i32;
-        }
-        own
-    }
-
     /// Checks that Metal can launch the threadgroups.
     ///
     /// # Errors

@@ -6,7 +6,7 @@ use candle_attention_cuda::shared::{
 use candle_attention_cuda::{GateCall, LinearRowsCall, NormCall, RotationCall, Unsupported};
 use candle_core::{Result, Tensor, bail};
 
-use crate::bindings::{BoundArguments, BoundField, LaunchArguments, bound_fields};
+use crate::bindings::{BoundField, BufferList, LaunchArguments, bound_fields};
 use crate::launch::MetalLaunch;
 use crate::operands::MetalOperands;
 use crate::run::{check_known_failure, is_available, run};
@@ -24,22 +24,20 @@ pub enum MetalRows {
     Linear(Box<LinearRowsCall>),
 }
 
-/// Binds the arguments of a kernel: the prefix of the names of its macros, and the fields.
+/// Binds the arguments of a kernel: the name of its list of buffers, and the fields.
 macro_rules! bind {
-    ($Arguments:ty, $prefix:literal, [$($field:ident),*]) => {
+    ($Arguments:ty, $name:literal, [$($field:ident),*]) => {
         impl LaunchArguments for $Arguments {
+            const LISTS: &'static [BufferList<Self>] =
+                &[BufferList { name: $name, fields: bound_fields![$($field),*] }];
+
             fn fields_of(_kernel: &str) -> &'static [BoundField<Self>] {
-                Self::FIELDS
+                Self::LISTS[0].fields
             }
 
             fn of_launch(&self, _launch: &MetalLaunch) -> Self {
                 *self
             }
-        }
-
-        impl BoundArguments for $Arguments {
-            const PREFIX: &'static str = $prefix;
-            const FIELDS: &'static [BoundField<Self>] = bound_fields![$($field),*];
         }
     };
 }

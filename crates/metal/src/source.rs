@@ -2,12 +2,11 @@
 //! structs in Rust.
 
 use candle_attention_cuda::shared::{
-    AttentionArguments, GateArguments, KernelStruct, LinearRowsArguments, NormArguments, RotationArguments,
-    StructDefinition, StructHeader, join_files, shared_file,
+    AttentionArguments, GateArguments, LinearRowsArguments, NormArguments, RotationArguments, StructHeader, join_files,
+    shared_file,
 };
 
-use crate::bindings::{self, BoundArguments};
-use crate::buffers;
+use crate::bindings::{LaunchArguments, header};
 use crate::launch::MetalLaunch;
 
 /// A file of the source.
@@ -42,26 +41,25 @@ const ROW_KERNELS: [&str; 4] = ["norm_forward", "rotate_heads", "gate_forward", 
 
 /// Returns the source of the kernels of attention, without the constants of a program.
 pub(crate) fn assemble() -> String {
-    let buffers = PrintedFile { name: buffers::HEADER.into(), text: buffers::header() };
-    joined("attention.metal", &AttentionArguments::DEFINITION.headers(), &[buffers])
+    joined("attention.metal", &headers_of::<AttentionArguments>())
 }
 
 /// Returns the source of the kernels over rows, without the constants of a program.
 pub(crate) fn assemble_rows() -> String {
-    let definitions = [
-        NormArguments::DEFINITION,
-        RotationArguments::DEFINITION,
-        GateArguments::DEFINITION,
-        LinearRowsArguments::DEFINITION,
+    let headers = [
+        headers_of::<NormArguments>(),
+        headers_of::<RotationArguments>(),
+        headers_of::<GateArguments>(),
+        headers_of::<LinearRowsArguments>(),
     ];
-    let headers: Vec<_> = definitions.iter().flat_map(StructDefinition::headers).collect();
-    let buffers = [
-        buffers_of::<NormArguments>(),
-        buffers_of::<RotationArguments>(),
-        buffers_of::<GateArguments>(),
-        buffers_of::<LinearRowsArguments>(),
-    ];
-    joined("rows.metal", &headers, &buffers)
+    joined("rows.metal", &headers.concat())
+}
+
+/// Returns the headers that are printed from a struct of arguments.
+fn headers_of<A: LaunchArguments>() -> Vec<StructHeader> {
+    let mut headers = A::DEFINITION.headers();
+    headers.push(header::<A>());
+    headers
 }
 
 /// Returns whether a kernel is one over rows.
@@ -83,23 +81,12 @@ pub(crate) fn of_program(launch: &MetalLaunch) -> String {
     text + &of_kernel(launch.kernel)
 }
 
-/// A text that is printed from a struct in Rust.
-struct PrintedFile {
-    name: String,
-    text: String,
-}
-
-fn buffers_of<A: BoundArguments>() -> PrintedFile {
-    PrintedFile { name: bindings::header_name::<A>(), text: bindings::header::<A>() }
-}
-
 /// Returns the text of a file with all that it includes.
-fn joined(root: &str, headers: &[StructHeader], buffers: &[PrintedFile]) -> String {
+fn joined(root: &str, headers: &[StructHeader]) -> String {
     join_files(root, &|name| {
         let header = headers.iter().find(|header| header.name == name).map(|header| &header.text[..]);
-        let of_buffers = || buffers.iter().find(|file| file.name == name).map(|file| &file.text[..]);
         let own = || FILES.iter().find(|file| file.name == name).map(|file| file.text);
-        header.or_else(of_buffers).or_else(own).or_else(|| shared_file(name))
+        header.or_else(own).or_else(|| shared_file(name))
     })
 }
 
