@@ -22,6 +22,15 @@ pub struct LayoutStrides {
 }
 
 impl OutputLayout {
+    /// Returns the dimensions of rows (B, H, T, D) in this order.
+    #[inline]
+    pub fn dims(self, b: usize, heads: usize, positions: usize, width: usize) -> [usize; 4] {
+        match self {
+            Self::Bhtd => [b, heads, positions, width],
+            Self::Bthd => [b, positions, heads, width],
+        }
+    }
+
     /// Returns the strides of contiguous rows of `width` elements.
     #[inline]
     pub fn strides(self, heads: usize, positions: usize, width: usize) -> LayoutStrides {
@@ -62,6 +71,8 @@ mod tests {
             starts.sort_unstable();
             assert_eq!(starts, (0..2 * heads * positions).map(|row| row * width).collect::<Vec<_>>(), "{layout:?}");
         }
+        assert_eq!(OutputLayout::Bthd.dims(2, heads, positions, width), [2, 4, 3, 5]);
+        assert_eq!(OutputLayout::Bhtd.dims(2, heads, positions, width), [2, 3, 4, 5]);
         assert_eq!(OutputLayout::Bthd.strides(heads, positions, width).start(1, 2, 3), ((4 + 3) * 3 + 2) * 5);
         assert_eq!(OutputLayout::Bhtd.strides(heads, positions, width).start(1, 2, 3), ((3 + 2) * 4 + 3) * 5);
     }

@@ -268,11 +268,12 @@ impl MetalAttention {
         arguments.key_gradient_strides = layout_strides(layout, h_kv, t_kv, d);
         arguments.value_gradient_strides = layout_strides(layout, h_kv, t_kv, d_v);
         if needs.queries {
-            let shape = stored_shape(layout, b, h, t_q, d);
+            let shape = Shape::from(&layout.dims(b, h, t_q, d));
             arguments.query_gradient = output_at(operands, &mut places.q, "the gradient of q", dtype, shape)?;
         }
         if needs.keys {
-            let (of_k, of_v) = (stored_shape(layout, b, h_kv, t_kv, d), stored_shape(layout, b, h_kv, t_kv, d_v));
+            let of_k = Shape::from(&layout.dims(b, h_kv, t_kv, d));
+            let of_v = Shape::from(&layout.dims(b, h_kv, t_kv, d_v));
             arguments.key_gradient = output_at(operands, &mut places.k, "the gradient of k", dtype, of_k)?;
             arguments.value_gradient = output_at(operands, &mut places.v, "the gradient of v", dtype, of_v)?;
         }
@@ -286,14 +287,12 @@ impl MetalAttention {
             let name = "the gradient of the bias";
             arguments.bias_gradient = output_at(operands, &mut places.bias, name, DType::F32, shape)?;
         }
-        if let Some(bias) = &self.call().scores.bias {
-            let sizes: Vec<i32> = bias.dims().iter().map(|&size| size as i32).collect();
-            if let &[of_sequences, of_heads, of_queries, of_keys] = sizes.as_slice() {
-                arguments.bias_sequences = of_sequences;
-                arguments.bias_heads = of_heads;
-                arguments.bias_queries = of_queries;
-                arguments.bias_keys = of_keys;
-            }
+        if let Some(&[of_sequences, of_heads, of_queries, of_keys]) = self.call().scores.bias.as_ref().map(Tensor::dims)
+        {
+            arguments.bias_sequences = of_sequences as i32;
+            arguments.bias_heads = of_heads as i32;
+            arguments.bias_queries = of_queries as i32;
+            arguments.bias_keys = of_keys as i32;
         }
         if needs.sinks {
             let name = "the gradient of sinks";
@@ -349,14 +348,6 @@ fn output_at<T: Pointee>(
 ) -> Result<OutputPointer<T>> {
     *place = Some(operands.outputs.len());
     operands.output(name, dtype, shape)
-}
-
-/// Returns the shape in which a tensor (B, H, T, D) is stored.
-fn stored_shape(layout: OutputLayout, b: usize, h: usize, t: usize, d: usize) -> Shape {
-    match layout {
-        OutputLayout::Bhtd => (b, h, t, d).into(),
-        OutputLayout::Bthd => (b, t, h, d).into(),
-    }
 }
 
 /// Returns the gradient of queries, keys or values as (B, H, T, ..).

@@ -2,10 +2,10 @@
 
 use std::fmt;
 
-use candle_attention_call::{AttentionCall, AttentionDims, BoundedKeys, OutputLayout, RequestedResults};
-use candle_attention_cuda::shared::{AttentionArguments, Define, RowStrides, SMALL_BLOCK_THREADS};
+use candle_attention_call::{AttentionCall, AttentionDims, BoundedKeys, RequestedResults};
+use candle_attention_cuda::shared::{AttentionArguments, Define, SMALL_BLOCK_THREADS, layout_strides};
 use candle_attention_cuda::{CudaAttention, Unsupported};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::backward_tile::MetalBackwardTile;
 use crate::codes::code_format_define;
@@ -212,14 +212,9 @@ impl MetalAttention {
         let mut operands = MetalOperands::default();
         let mut arguments = self.checked.arguments(&mut operands)?;
         let layout = self.call().output_layout;
-        let shape = match layout {
-            OutputLayout::Bhtd => (b, h, t_q, d_v),
-            OutputLayout::Bthd => (b, t_q, h, d_v),
-        };
+        let shape = Shape::from(&layout.dims(b, h, t_q, d_v));
         arguments.output = operands.output("the output", self.call().q.dtype(), shape)?;
-        let strides = layout.strides(h, t_q, d_v);
-        arguments.output_strides =
-            RowStrides { sequence: strides.sequence as i64, head: strides.head as i64, row: strides.position as i64 };
+        arguments.output_strides = layout_strides(layout, h, t_q, d_v);
         if wanted.log_sum_exp {
             arguments.log_sum_exp = operands.output("the log-sum-exp", DType::F32, (b, h, t_q))?;
         }

@@ -131,10 +131,7 @@ impl DecodeParts {
 /// Returns the shape of the output as it is stored.
 pub(super) fn output_shape(layout: OutputLayout, sizes: &CallSizes) -> Shape {
     let &CallSizes { batch, heads, queries, value_dim, .. } = sizes;
-    match layout {
-        OutputLayout::Bhtd => (batch, heads, queries, value_dim).into(),
-        OutputLayout::Bthd => (batch, queries, heads, value_dim).into(),
-    }
+    Shape::from(&layout.dims(batch, heads, queries, value_dim))
 }
 
 /// Returns the strides of the output.

@@ -10,7 +10,6 @@ use candle_core::{Error, Result, Shape, Storage, Tensor};
 
 use super::call::{Call, swapped_for};
 use super::dropout::{DropoutDraw, DropoutSource};
-use super::options::OutputLayout;
 use super::prepared::prepared;
 use super::reference;
 use super::results::Attended;
@@ -124,10 +123,7 @@ fn views<'r>(
 /// Returns the shape of the output as it is stored.
 fn output_shape(call: &Call) -> Shape {
     let Dims { b, h, t_q, d_v, .. } = call.attention.dims;
-    match call.attention.output_layout {
-        OutputLayout::Bhtd => (b, h, t_q, d_v).into(),
-        OutputLayout::Bthd => (b, t_q, h, d_v).into(),
-    }
+    Shape::from(&call.attention.output_layout.dims(b, h, t_q, d_v))
 }
 
 /// Returns an error of the kernel as one of the public function.
