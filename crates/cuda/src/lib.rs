@@ -62,7 +62,7 @@ pub fn device_name(device: &Device) -> Result<String, Unsupported> {
 #[doc(hidden)]
 pub mod shared {
     pub use crate::arguments::{AttentionArguments, SMALL_BLOCK_THREADS};
-    pub use crate::attention::{InputAddresses, layout_strides, row_strides};
+    pub use crate::attention::{CallSizes, InputAddresses, layout_strides, row_strides};
     #[cfg(feature = "emulator")]
     pub use crate::device::{CpuMemory, cpu_memory, emulator};
     pub use crate::device::{KernelArguments, check_dtype};
@@ -73,6 +73,7 @@ pub mod shared {
         ForwardRows, ForwardRowsLaunch, GateArguments, LinearRowsArguments, NormArguments, RotationArguments,
     };
     pub use crate::source::{join_files, shared_file};
+    pub use crate::specialization::ModifierGradients;
 }
 
 /// Returns the programs that continuous integration compiles for a device with some limits: the ones that it would run

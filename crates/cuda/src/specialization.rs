@@ -50,9 +50,12 @@ pub(crate) struct NamedSpecialization {
 
 /// The gradients of score modifiers that a backward pass computes, besides the gradients of q, k and v.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub(crate) struct ModifierGradients {
+pub struct ModifierGradients {
+    /// The gradient of a bias (B, H, T_q, T_kv).
     pub bias: bool,
+    /// The gradient of the slopes of ALiBi.
     pub slopes: bool,
+    /// The gradient of a relative bias.
     pub relative_bias: bool,
 }
 

@@ -2,15 +2,15 @@
 
 use candle_attention_call::{AttentionDims, OutputLayout, PerInput, RequestedGradients};
 use candle_attention_cuda::shared::{
-    AttentionArguments, Define, InputAddresses, OutputPointer, Pointee, SMALL_BLOCK_THREADS, layout_strides,
-    row_strides,
+    AttentionArguments, CallSizes, Define, InputAddresses, ModifierGradients, OutputPointer, Pointee,
+    SMALL_BLOCK_THREADS, layout_strides, row_strides,
 };
 use candle_attention_cuda::{BackwardInputs, Unsupported};
 use candle_core::{DType, Result, Shape, Tensor};
 
 use crate::backward_tile::MetalBackwardTile;
 use crate::call::MetalAttention;
-use crate::launch::{MetalLaunch, PairRange};
+use crate::launch::{MetalLaunch, PairRange, check_groups};
 use crate::operands::MetalOperands;
 use crate::run::{check_known_failure, is_available, prepare, run};
 
@@ -40,9 +40,7 @@ struct BackwardNeeds {
     queries: bool,
     /// The gradients of keys and values, or what the kernel of keys sums for slopes and relative biases.
     keys: bool,
-    bias: bool,
-    slopes: bool,
-    relative_bias: bool,
+    modifiers: ModifierGradients,
     sinks: bool,
 }
 
@@ -62,7 +60,7 @@ impl MetalAttention {
         }
         let tile = self.backward_tile();
         for launch in self.backward_launches(&tile, self.needs(wanted), &[]) {
-            launch.check_groups()?;
+            check_groups(&format!("the kernel {}", launch.kernel), launch.groups)?;
         }
         let first = || self.prepare_launches(None, wanted).ok()?.launches.into_iter().next();
         check_known_failure(device, first)
@@ -113,51 +111,32 @@ impl MetalAttention {
 
     /// Returns the gradients and sums that a pass computes for the requested gradients.
     fn needs(&self, wanted: RequestedGradients) -> BackwardNeeds {
-        let scores = &self.call().scores;
-        let bias = wanted.of.bias && scores.bias.is_some();
-        let slopes = wanted.of.alibi_slopes && scores.alibi_slopes.is_some();
-        let relative_bias = wanted.of.relative_bias && scores.relative_bias.is_some();
+        let modifiers = self.checked().modifier_gradients(wanted);
         BackwardNeeds {
-            queries: wanted.of.q || bias,
-            keys: wanted.of.k || wanted.of.v || slopes || relative_bias,
-            bias,
-            slopes,
-            relative_bias,
-            sinks: wanted.of.sinks && scores.sinks.is_some(),
+            queries: wanted.of.q || modifiers.bias,
+            keys: wanted.of.k || wanted.of.v || modifiers.slopes || modifiers.relative_bias,
+            modifiers,
+            sinks: wanted.of.sinks && self.call().scores.sinks.is_some(),
         }
     }
 
     /// Returns the threadgroups of keys of the longest sequence.
     fn key_blocks(&self, tile: &MetalBackwardTile) -> usize {
-        self.longest_keys().div_ceil(tile.block())
+        self.sizes().longest_keys.div_ceil(tile.block())
     }
 
-    /// Returns the numbers of a pair of a sequence and a key head that are summed to the gradient of a relative bias.
-    fn parts_of_pair(&self, tile: &MetalBackwardTile) -> usize {
-        self.call().dims.group() * self.key_blocks(tile) * self.distances()
-    }
-
-    /// Returns the entries of a relative bias for each head.
-    fn distances(&self) -> usize {
-        self.longest_queries() + self.longest_keys() - 1
-    }
-
-    /// Returns the pairs of each launch of the kernel of keys. For the gradient of a relative bias, each of their
-    /// threadgroups has a sum for each distance: if all pairs would take more than [`MOST_PART_BYTES`], several
-    /// launches use the same memory, one after the other.
+    /// Returns the number of pairs that one launch of the kernel of keys works on.
     fn pairs_of_launch(&self, tile: &MetalBackwardTile, needs: BackwardNeeds) -> usize {
-        let pairs = self.sequences() * self.call().dims.h_kv;
-        if !needs.relative_bias {
-            return pairs;
+        if !needs.modifiers.relative_bias {
+            return self.sizes().pairs();
         }
-        let most = (MOST_PART_BYTES / (4 * self.parts_of_pair(tile))).max(1);
-        pairs.div_ceil(pairs.div_ceil(most))
+        self.sizes().pairs_of_launch(self.key_blocks(tile), MOST_PART_BYTES)
     }
 
     /// Returns the sequences that have a relative bias.
     fn relative_bias_sequences(&self) -> usize {
         let biases = self.call().scores.relative_bias.as_ref();
-        if biases.is_some_and(|own| own.dims()[0] == 1) { 1 } else { self.sequences() }
+        if biases.is_some_and(|own| own.dims()[0] == 1) { 1 } else { self.sizes().sequences }
     }
 
     /// Returns the launches of all kernels, in the order in which they use each other's results.
@@ -167,8 +146,8 @@ impl MetalAttention {
         needs: BackwardNeeds,
         defines: &[Define],
     ) -> Vec<MetalLaunch> {
-        let AttentionDims { b, h, h_kv, t_q, .. } = self.call().dims;
-        let sequences = self.sequences();
+        let AttentionDims { b, h, t_q, .. } = self.call().dims;
+        let &CallSizes { sequences, longest_queries, .. } = self.sizes();
         let small = |kernel, groups, shared_bytes| MetalLaunch {
             kernel,
             defines: defines.to_vec(),
@@ -186,18 +165,18 @@ impl MetalAttention {
             launches.push(small("attention_backward_sinks", h, SUM_BYTES));
         }
         if needs.queries {
-            let groups = self.longest_queries().div_ceil(tile.block()) * h * sequences;
+            let groups = longest_queries.div_ceil(tile.block()) * h * sequences;
             launches.push(wide("attention_backward_queries", groups, tile.query_shared_bytes()));
         }
-        let all_pairs = if needs.keys { sequences * h_kv } else { 0 };
+        let all_pairs = if needs.keys { self.sizes().pairs() } else { 0 };
         let pairs_of_launch = self.pairs_of_launch(tile, needs);
         for first in (0..all_pairs).step_by(pairs_of_launch) {
             let pairs = PairRange { first, count: pairs_of_launch.min(all_pairs - first) };
             let groups = self.key_blocks(tile) * pairs.count;
             let of_keys = wide("attention_backward_keys", groups, tile.key_shared_bytes());
             launches.push(MetalLaunch { pairs: Some(pairs), ..of_keys });
-            if needs.relative_bias {
-                let of_head = self.distances().div_ceil(SMALL_BLOCK_THREADS);
+            if needs.modifiers.relative_bias {
+                let of_head = self.sizes().distances().div_ceil(SMALL_BLOCK_THREADS);
                 let sums = of_head * h * self.relative_bias_sequences();
                 let of_sums = small("attention_backward_relative_bias", sums, 0);
                 launches.push(MetalLaunch { pairs: Some(pairs), ..of_sums });
@@ -208,7 +187,7 @@ impl MetalAttention {
             let groups = dims[3].div_ceil(SMALL_BLOCK_THREADS) * dims[2] * dims[1] * dims[0];
             launches.push(small("attention_backward_bias", groups, SUM_BYTES));
         }
-        if needs.slopes {
+        if needs.modifiers.slopes {
             launches.push(small("attention_backward_slopes", h, SUM_BYTES));
         }
         launches
@@ -217,7 +196,7 @@ impl MetalAttention {
     /// Returns the bias, if its gradient is a sum of gradients of scores.
     fn broadcast_bias(&self, needs: BackwardNeeds) -> Option<&Tensor> {
         let AttentionDims { b, h, t_q, t_kv, .. } = self.call().dims;
-        let bias = self.call().scores.bias.as_ref().filter(|_| needs.bias)?;
+        let bias = self.call().scores.bias.as_ref().filter(|_| needs.modifiers.bias)?;
         (bias.dims() != [b, h, t_q, t_kv]).then_some(bias)
     }
 
@@ -277,7 +256,7 @@ impl MetalAttention {
             arguments.key_gradient = output_at(operands, &mut places.k, "the gradient of k", dtype, of_k)?;
             arguments.value_gradient = output_at(operands, &mut places.v, "the gradient of v", dtype, of_v)?;
         }
-        if needs.bias {
+        if needs.modifiers.bias {
             // The gradient of a bias that has all dimensions of the scores is the gradient of the scores.
             places.bias = Some(operands.outputs.len());
             arguments.score_gradient = operands.zeroed("the gradients of scores", DType::F32, (b, h, t_q, t_kv))?;
@@ -298,13 +277,13 @@ impl MetalAttention {
             let name = "the gradient of sinks";
             arguments.sink_gradient = output_at(operands, &mut places.sinks, name, DType::F32, h.into())?;
         }
-        if needs.slopes {
+        if needs.modifiers.slopes {
             let name = "the gradient of slopes";
             arguments.slope_gradient = output_at(operands, &mut places.alibi_slopes, name, DType::F32, h.into())?;
         }
-        if needs.relative_bias {
+        if needs.modifiers.relative_bias {
             places.relative_bias = Some(operands.outputs.len());
-            let shape = (self.relative_bias_sequences(), h, self.distances());
+            let shape = (self.relative_bias_sequences(), h, self.sizes().distances());
             arguments.relative_bias_gradient =
                 operands.zeroed("the gradient of the relative bias", DType::F32, shape)?;
         }
@@ -322,18 +301,18 @@ impl MetalAttention {
         let AttentionDims { b, h, t_q, .. } = self.call().dims;
         let key_blocks = self.key_blocks(tile);
         arguments.delta = operands.output("delta", DType::F32, (b, h, t_q))?;
-        if needs.slopes {
-            let shape = (self.sequences(), h, key_blocks * tile.slope_parts());
+        if needs.modifiers.slopes {
+            let shape = (self.sizes().sequences, h, key_blocks * tile.slope_parts());
             arguments.slope_gradient_parts =
                 operands.zeroed("the parts of the gradient of slopes", DType::F32, shape)?;
         }
-        if needs.relative_bias {
-            let shape = (self.pairs_of_launch(tile, needs), self.parts_of_pair(tile));
+        if needs.modifiers.relative_bias {
+            let shape = (self.pairs_of_launch(tile, needs), self.sizes().relative_bias_parts(key_blocks));
             arguments.relative_bias_parts =
                 operands.zeroed("the parts of the gradient of the relative bias", DType::F32, shape)?;
         }
         arguments.key_blocks = key_blocks as i32;
-        arguments.blocks = self.longest_queries().div_ceil(tile.block()) as i32;
+        arguments.blocks = self.sizes().longest_queries.div_ceil(tile.block()) as i32;
         Ok(())
     }
 }

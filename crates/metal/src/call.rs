@@ -3,13 +3,13 @@
 use std::fmt;
 
 use candle_attention_call::{AttentionCall, AttentionDims, BoundedKeys, RequestedResults};
-use candle_attention_cuda::shared::{AttentionArguments, Define, SMALL_BLOCK_THREADS, layout_strides};
+use candle_attention_cuda::shared::{AttentionArguments, CallSizes, Define, SMALL_BLOCK_THREADS, layout_strides};
 use candle_attention_cuda::{CudaAttention, Unsupported};
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::backward_tile::MetalBackwardTile;
 use crate::codes::code_format_define;
-use crate::launch::MetalLaunch;
+use crate::launch::{MetalLaunch, check_groups};
 use crate::operands::MetalOperands;
 use crate::run::{check_known_failure, is_available, run};
 use crate::tile::{DECODE_ROWS, MetalTile, TileColumns};
@@ -52,12 +52,6 @@ const LEAST_TILES: usize = 4;
 #[derive(Debug, Clone)]
 pub struct MetalAttention {
     checked: CudaAttention,
-    /// The sequences: the batch size, or the number of packed sequences.
-    sequences: usize,
-    /// T_q, or the most queries of a packed sequence.
-    longest_queries: usize,
-    /// T_kv, or the most keys of a packed sequence.
-    longest_keys: usize,
 }
 
 /// The results of a forward pass.
@@ -78,13 +72,7 @@ impl MetalAttention {
     /// # Errors
     /// If its tensors do not fit together, or the kernels do not read them: the sentence says why.
     pub fn new(call: AttentionCall<Tensor, BoundedKeys<Tensor>>) -> std::result::Result<Self, Unsupported> {
-        let checked = CudaAttention::with_codes_of_any_format(call)?;
-        let AttentionDims { b, t_q, t_kv, .. } = checked.call().dims;
-        let packed = checked.call().keys.packed.as_ref();
-        let sequences = packed.map_or(b, |packed| packed.cu_seqlens_q.elem_count() - 1);
-        let longest_queries = packed.map_or(t_q, |packed| packed.longest_queries);
-        let longest_keys = packed.map_or(t_kv, |packed| packed.longest_keys);
-        Ok(Self { checked, sequences, longest_queries, longest_keys })
+        Ok(Self { checked: CudaAttention::with_codes_of_any_format(call)? })
     }
 
     /// Returns the call.
@@ -102,19 +90,9 @@ impl MetalAttention {
         &self.checked
     }
 
-    /// Returns the number of sequences: the batch size, or the number of packed sequences.
-    pub(crate) fn sequences(&self) -> usize {
-        self.sequences
-    }
-
-    /// Returns T_q, or the most queries of a packed sequence.
-    pub(crate) fn longest_queries(&self) -> usize {
-        self.longest_queries
-    }
-
-    /// Returns T_kv, or the most keys of a packed sequence.
-    pub(crate) fn longest_keys(&self) -> usize {
-        self.longest_keys
+    /// Returns the sizes of the call.
+    pub(crate) fn sizes(&self) -> &CallSizes {
+        self.checked.sizes()
     }
 
     /// Returns the columns of tiles.
@@ -139,10 +117,7 @@ impl MetalAttention {
         is_available(device)?;
         let tile = self.tile();
         let kernel = self.kernel(&tile);
-        let groups = self.groups(&tile, kernel);
-        if groups > i32::MAX as usize {
-            return Err(Unsupported::new(format!("the call has {groups} threadgroups, expected at most {}", i32::MAX)));
-        }
+        check_groups("the call", self.groups(&tile, kernel))?;
         check_known_failure(device, || self.prepare(RequestedResults::default()).ok()?.launches.into_iter().next())?;
         Ok(kernel)
     }
@@ -180,12 +155,12 @@ impl MetalAttention {
 
     /// Returns the number of pairs of a query and a head that share a key head.
     fn decode_rows(&self) -> usize {
-        self.longest_queries * self.call().dims.group()
+        self.sizes().longest_queries * self.sizes().group()
     }
 
     /// Returns the number of threadgroups of the decode kernel for each part of the keys.
     fn decode_groups(&self) -> usize {
-        self.decode_rows().div_ceil(DECODE_ROWS) * self.call().dims.h_kv * self.sequences
+        self.decode_rows().div_ceil(DECODE_ROWS) * self.sizes().pairs()
     }
 
     /// Returns the kernel that reads the keys less often, or that has enough threadgroups. The decode kernel drops no
@@ -194,14 +169,15 @@ impl MetalAttention {
         if self.decode_rows() > MOST_DECODE_ROWS || self.call().scores.dropout.is_some() {
             return MetalKernel::Forward;
         }
-        let most = (self.longest_keys / (LEAST_TILES * tile.keys())).max(1);
+        let most = (self.sizes().longest_keys / (LEAST_TILES * tile.keys())).max(1);
         MetalKernel::Decode { splits: ENOUGH_GROUPS.div_ceil(self.decode_groups()).min(most) }
     }
 
     /// Returns the number of threadgroups of the first launch.
     fn groups(&self, tile: &MetalTile, kernel: MetalKernel) -> usize {
+        let &CallSizes { sequences, heads, longest_queries, .. } = self.sizes();
         match kernel {
-            MetalKernel::Forward => self.longest_queries.div_ceil(tile.queries()) * self.call().dims.h * self.sequences,
+            MetalKernel::Forward => longest_queries.div_ceil(tile.queries()) * heads * sequences,
             MetalKernel::Decode { splits } => splits * self.decode_groups(),
         }
     }
@@ -236,7 +212,7 @@ impl MetalAttention {
             pairs: None,
         };
         let MetalKernel::Decode { splits } = kernel else {
-            arguments.blocks = self.longest_queries.div_ceil(tile.queries()) as i32;
+            arguments.blocks = self.sizes().longest_queries.div_ceil(tile.queries()) as i32;
             return Ok(PreparedLaunch { launches: vec![first], arguments, operands });
         };
         arguments.blocks = self.decode_rows().div_ceil(DECODE_ROWS) as i32;

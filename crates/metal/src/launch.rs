@@ -29,19 +29,15 @@ pub(crate) struct PairRange {
     pub count: usize,
 }
 
-impl MetalLaunch {
-    /// Checks that Metal can launch the threadgroups.
-    ///
-    /// # Errors
-    /// If it does not.
-    pub fn check_groups(&self) -> std::result::Result<(), Unsupported> {
-        if self.groups > i32::MAX as usize {
-            let Self { kernel, groups, .. } = self;
-            let reason = format!("the kernel {kernel} has {groups} threadgroups, expected at most {}", i32::MAX);
-            return Err(Unsupported::new(reason));
-        }
-        Ok(())
+/// Checks that Metal can launch the threadgroups of a call or of a kernel, which `name` is for the sentence.
+///
+/// # Errors
+/// If it does not.
+pub(crate) fn check_groups(name: &str, groups: usize) -> std::result::Result<(), Unsupported> {
+    if groups > i32::MAX as usize {
+        return Err(Unsupported::new(format!("{name} has {groups} threadgroups, expected at most {}", i32::MAX)));
     }
+    Ok(())
 }
 
 thread_local! {

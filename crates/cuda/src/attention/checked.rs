@@ -39,6 +39,12 @@ impl CudaAttention {
         &self.call
     }
 
+    /// Returns the sizes of the call.
+    #[doc(hidden)]
+    pub fn sizes(&self) -> &CallSizes {
+        &self.sizes
+    }
+
     /// Sets the seed of dropout, u32 (2,) on the device, if weights are dropped.
     pub fn set_dropout_seed(&mut self, seed: Tensor) {
         if let Some(dropout) = &mut self.call.scores.dropout {

@@ -18,19 +18,23 @@ const MAX_POSITION: usize = 1 << 29;
 
 /// The sizes of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct CallSizes {
-    pub element: ElementType,
+pub struct CallSizes {
+    pub(super) element: ElementType,
     /// The batch size of the tensors: 1 for packed sequences.
     pub batch: usize,
     /// The sequences: the batch size, or the number of packed sequences.
     pub sequences: usize,
+    /// H.
     pub heads: usize,
+    /// H_kv.
     pub key_heads: usize,
     /// T_q, or the number of queries of all packed sequences.
     pub queries: usize,
     /// T_kv, or the number of keys of all packed sequences.
     pub keys: usize,
+    /// D.
     pub head_dim: usize,
+    /// D_v.
     pub value_dim: usize,
     /// T_q, or the most queries of a packed sequence.
     pub longest_queries: usize,
@@ -53,6 +57,25 @@ impl CallSizes {
     pub fn distances(&self) -> usize {
         self.longest_queries + self.longest_keys - 1
     }
+
+    /// Returns the number of pairs of a sequence and a key head.
+    pub fn pairs(&self) -> usize {
+        self.sequences * self.key_heads
+    }
+
+    /// Returns the numbers of a pair that are summed to the gradient of a relative bias, for some blocks of keys of the
+    /// longest sequence.
+    pub fn relative_bias_parts(&self, key_blocks: usize) -> usize {
+        self.group() * key_blocks * self.distances()
+    }
+
+    /// Returns the number of pairs that one launch of the kernel of the gradients of keys works on for the gradient of
+    /// a relative bias, of which each block has a sum for each distance: if the sums of all pairs would take more than
+    /// `most_bytes`, several launches use the same memory, one after the other.
+    pub fn pairs_of_launch(&self, key_blocks: usize, most_bytes: usize) -> usize {
+        let most = (most_bytes / (self.relative_bias_parts(key_blocks) * size_of::<f32>())).max(1);
+        self.pairs().div_ceil(self.pairs().div_ceil(most))
+    }
 }
 
 /// Checks a condition, and returns a reason if it is false.
@@ -62,7 +85,7 @@ fn expect(is_met: bool, reason: impl FnOnce() -> String) -> Result<(), Unsupport
 
 impl CallSizes {
     /// Returns the sizes of a call after checking that all tensors fit them.
-    pub fn of(call: &CudaCall) -> Result<Self, Unsupported> {
+    pub(super) fn of(call: &CudaCall) -> Result<Self, Unsupported> {
         let element = ElementType::of(call.q.dtype())
             .map_err(|_| Unsupported::new(format!("q is {:?}, expected f16, bf16 or f32", call.q.dtype())))?;
         let AttentionDims { b, h, h_kv, t_q, t_kv, d, d_v } = call.dims;

@@ -20,4 +20,5 @@ pub(crate) use ci_programs::entries;
 pub use arguments::{InputAddresses, layout_strides, row_strides};
 pub use call::{BackwardInputs, CudaCall, ForwardOutput};
 pub use checked::CudaAttention;
+pub use checks::CallSizes;
 pub use plan::{BackwardKernel, ForwardKernel, is_available};

@@ -164,7 +164,8 @@ impl CudaAttention {
     }
 
     /// Returns the gradients of score modifiers that are requested and that the call has.
-    pub(super) fn modifier_gradients(&self, wanted: RequestedGradients) -> ModifierGradients {
+    #[doc(hidden)]
+    pub fn modifier_gradients(&self, wanted: RequestedGradients) -> ModifierGradients {
         let scores = &self.call.scores;
         ModifierGradients {
             bias: wanted.of.bias && scores.bias.is_some(),

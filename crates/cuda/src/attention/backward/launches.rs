@@ -80,7 +80,7 @@ impl BackwardPlan {
     /// the gradients of a relative bias.
     fn key_gradients(&self, kernels: &BackwardKernels) -> Vec<BackwardLaunch> {
         let blocks = self.key_blocks();
-        let all_pairs = self.pairs();
+        let all_pairs = self.sizes.pairs();
         let pairs_of_launch = self.pairs_of_launch();
         let mut launches = Vec::new();
         for first in (0..all_pairs).step_by(pairs_of_launch) {

@@ -49,7 +49,9 @@ impl ScratchSizes {
             query_sums: is_fused.then_some(tiles * sums),
             query_turns: is_fused.then_some(tiles),
             slope_parts: gradients.slopes.then_some(key_parts),
-            relative_bias_parts: gradients.relative_bias.then(|| plan.pairs_of_launch() * plan.parts_of_pair()),
+            relative_bias_parts: gradients
+                .relative_bias
+                .then(|| plan.pairs_of_launch() * plan.sizes.relative_bias_parts(plan.key_blocks())),
             scores: sums_scores.then_some(rows * keys),
         }
     }

@@ -66,25 +66,12 @@ impl BackwardPlan {
         self.sizes.longest_keys.div_ceil(self.tile.key_block())
     }
 
-    /// Returns the number of pairs of a sequence and a key head.
-    fn pairs(&self) -> usize {
-        self.sizes.sequences * self.sizes.key_heads
-    }
-
-    /// Returns the number of pairs that one launch of the kernel of the gradients of keys works on. For the gradient
-    /// of a relative bias, each block has a sum for each distance: if all pairs would take more than
-    /// [`MOST_PART_BYTES`], several launches use the same memory, one after the other.
+    /// Returns the number of pairs that one launch of the kernel of the gradients of keys works on.
     fn pairs_of_launch(&self) -> usize {
         if !self.specialization.gradients.relative_bias {
-            return self.pairs();
+            return self.sizes.pairs();
         }
-        let most = (self.most_part_bytes / (self.parts_of_pair() * size_of::<f32>())).max(1);
-        self.pairs().div_ceil(self.pairs().div_ceil(most))
-    }
-
-    /// Returns the numbers of a pair that are summed to the gradient of a relative bias.
-    fn parts_of_pair(&self) -> usize {
-        self.sizes.group() * self.key_blocks() * self.sizes.distances()
+        self.sizes.pairs_of_launch(self.key_blocks(), self.most_part_bytes)
     }
 
     /// Returns the number of sequences with separate relative biases: 1 where all share them.
