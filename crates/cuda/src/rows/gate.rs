@@ -3,7 +3,7 @@
 use candle_core::{Result, Storage, Tensor};
 
 use super::activation::Activation;
-use super::outline::{self, RowsCall, Run};
+use super::outline::{self, OneLaunch, RowsCall, Run};
 use super::{RowsShape, row_strides};
 use crate::attention::InputAddresses;
 use crate::ci_programs::CiProgram;
@@ -150,16 +150,7 @@ impl GateCall {
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or one does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        let run = Run::start(self)?;
-        let mut output = run.elements(run.shape.values.elements())?;
-
-        let locks = TensorLocks::default();
-        let mut operands = run.operands(&locks);
-        let mut arguments = self.arguments(run.shape, &mut operands)?;
-        arguments.output = operands.output("output", &mut output)?;
-        run.launch(&operands, &launch(FORWARD, run.shape), &arguments)?;
-        operands.finish();
-        Ok(output.into_storage())
+        outline::forward(self)
     }
 
     /// Computes the gradients from the gradient of the output, (B, T, H, D).
@@ -187,18 +178,18 @@ impl GateCall {
             values: of_values.into_tensor(&values.dims())?,
         })
     }
+}
 
-    /// Returns the launch of the forward pass.
-    pub(super) fn forward_kernel(shape: GateShape) -> Launch {
+impl OneLaunch for GateCall {
+    fn forward_launch(shape: GateShape) -> Launch {
         launch(FORWARD, shape)
     }
 
-    /// Returns the arguments without an output.
-    pub(super) fn arguments<'t>(
-        &'t self,
-        shape: GateShape,
-        operands: &mut impl InputAddresses<'t>,
-    ) -> Result<GateArguments> {
+    fn output_dims(&self, shape: GateShape) -> Vec<usize> {
+        shape.values.dims().to_vec()
+    }
+
+    fn arguments<'t>(&'t self, shape: GateShape, operands: &mut impl InputAddresses<'t>) -> Result<GateArguments> {
         Ok(GateArguments {
             gates: operands.input("gates", &self.gates)?,
             values: operands.input("values", &self.values)?,
@@ -213,6 +204,10 @@ impl GateCall {
             activation: self.activation.code(),
             ..GateArguments::default()
         })
+    }
+
+    fn set_output(arguments: &mut GateArguments, output: OutputPointer<Elements>) {
+        arguments.output = output;
     }
 }
 

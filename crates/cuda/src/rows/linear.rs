@@ -3,10 +3,10 @@
 use candle_core::{Result, Storage, Tensor};
 
 use super::activation::Activation;
-use super::outline::{self, RowsCall, Run};
+use super::outline::{self, OneLaunch, RowsCall};
 use crate::attention::InputAddresses;
 use crate::ci_programs::CiProgram;
-use crate::device::{Grid, KernelArguments, Launch, TensorLocks};
+use crate::device::{Grid, KernelArguments, Launch};
 use crate::element::ElementType;
 use crate::kernel_pointers::{Elements, InputPointer, OutputPointer};
 use crate::kernel_struct::kernel_struct;
@@ -185,32 +185,21 @@ impl LinearRowsCall {
     /// # Errors
     /// If the call does not fit together, the kernel does not run it, or it does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        let run = Run::start(self)?;
-        let shape = run.shape;
-        let mut output = run.elements(shape.rows * shape.outputs)?;
-
-        let locks = TensorLocks::default();
-        let mut operands = run.operands(&locks);
-        let mut arguments = self.arguments(shape, &mut operands)?;
-        arguments.output = operands.output("output", &mut output)?;
-        run.launch(&operands, &Self::forward_kernel(shape), &arguments)?;
-        operands.finish();
-        Ok(output.into_storage())
+        outline::forward(self)
     }
+}
 
-    /// Returns the launch of the forward pass.
-    pub(super) fn forward_kernel(shape: LinearShape) -> Launch {
+impl OneLaunch for LinearRowsCall {
+    fn forward_launch(shape: LinearShape) -> Launch {
         let grid = Grid::linear(shape.pairs.div_ceil(LINEAR_WARPS / shape.product_warps()));
         Launch::new(kernel(shape.program_rows()), grid)
     }
 
-    /// Returns the dimensions of the output.
-    pub(super) fn output_dims(&self, shape: LinearShape) -> Vec<usize> {
+    fn output_dims(&self, shape: LinearShape) -> Vec<usize> {
         vec![shape.rows, shape.outputs]
     }
 
-    /// Returns the arguments without an output.
-    pub(super) fn arguments<'t>(
+    fn arguments<'t>(
         &'t self,
         shape: LinearShape,
         operands: &mut impl InputAddresses<'t>,
@@ -238,6 +227,10 @@ impl LinearRowsCall {
             activation: self.activation.map_or(LINEAR_NO_ACTIVATION, Activation::code),
             ..LinearRowsArguments::default()
         })
+    }
+
+    fn set_output(arguments: &mut LinearRowsArguments, output: OutputPointer<Elements>) {
+        arguments.output = output;
     }
 }
 

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Storage, Tensor};
 
-use super::outline::{self, RowsCall, Run};
+use super::outline::{self, OneLaunch, RowsCall, Run};
 use super::{RowsShape, row_strides};
 use crate::attention::InputAddresses;
 use crate::ci_programs::CiProgram;
@@ -195,16 +195,7 @@ impl NormCall {
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or one does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        let run = Run::start(self)?;
-        let mut output = run.elements(run.shape.elements())?;
-
-        let locks = TensorLocks::default();
-        let mut operands = run.operands(&locks);
-        let mut arguments = self.arguments(run.shape, &mut operands)?;
-        arguments.output = operands.output("output", &mut output)?;
-        run.launch(&operands, &row_launch("norm_forward", run.shape), &arguments)?;
-        operands.finish();
-        Ok(output.into_storage())
+        outline::forward(self)
     }
 
     /// Computes the gradients from the gradient of the output, (B, T, H, D).
@@ -253,18 +244,18 @@ impl NormCall {
             bias: of_bias.map(|buffer| buffer.into_tensor(self.weight.shape())).transpose()?,
         })
     }
+}
 
-    /// Returns the launch of the forward pass.
-    pub(super) fn forward_kernel(shape: RowsShape) -> Launch {
+impl OneLaunch for NormCall {
+    fn forward_launch(shape: RowsShape) -> Launch {
         row_launch("norm_forward", shape)
     }
 
-    /// Returns the arguments without an output.
-    pub(super) fn arguments<'t>(
-        &'t self,
-        shape: RowsShape,
-        operands: &mut impl InputAddresses<'t>,
-    ) -> Result<NormArguments> {
+    fn output_dims(&self, shape: RowsShape) -> Vec<usize> {
+        shape.dims().to_vec()
+    }
+
+    fn arguments<'t>(&'t self, shape: RowsShape, operands: &mut impl InputAddresses<'t>) -> Result<NormArguments> {
         Ok(NormArguments {
             inputs: operands.input("inputs", &self.xs)?,
             weights: operands.input("weights", &self.weight)?,
@@ -280,6 +271,10 @@ impl NormCall {
             epsilon: self.eps as f32,
             ..NormArguments::default()
         })
+    }
+
+    fn set_output(arguments: &mut NormArguments, output: OutputPointer<Elements>) {
+        arguments.output = output;
     }
 }
 

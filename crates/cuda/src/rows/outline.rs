@@ -1,10 +1,12 @@
 //! The outline of every call over rows: check, load the program, allocate, launch.
 
-use candle_core::{DType, Tensor, bail};
+use candle_core::{DType, Storage, Tensor, bail};
 
+use crate::attention::InputAddresses;
 use crate::ci_programs::CiProgram;
 use crate::device::{DeviceBuffer, KernelArguments, KernelDevice, Launch, LoadedProgram, Operands, TensorLocks};
 use crate::element::ElementType;
+use crate::kernel_pointers::{Elements, OutputPointer};
 use crate::kernel_struct::KernelStruct;
 use crate::program::{Define, KernelShape, Program};
 use crate::unsupported::Unsupported;
@@ -79,6 +81,45 @@ pub(super) trait RowsCall {
         }
         bail!("[{}] {name} has the strides {:?}, expected contiguous ones", Self::OPERATION, tensor.stride())
     }
+}
+
+/// A call whose forward pass is one launch with one output, contiguous, in the dtype of the elements.
+pub(super) trait OneLaunch: RowsCall {
+    /// Returns the launch of the forward pass.
+    fn forward_launch(shape: Self::Shape) -> Launch;
+
+    /// Returns the dimensions of the output.
+    fn output_dims(&self, shape: Self::Shape) -> Vec<usize>;
+
+    /// Returns the arguments without an output.
+    ///
+    /// # Errors
+    /// If kernels cannot read a tensor.
+    fn arguments<'t>(
+        &'t self,
+        shape: Self::Shape,
+        operands: &mut impl InputAddresses<'t>,
+    ) -> candle_core::Result<Self::Arguments>;
+
+    /// Sets the output.
+    fn set_output(arguments: &mut Self::Arguments, output: OutputPointer<Elements>);
+}
+
+/// Computes the output of a call whose forward pass is one launch.
+///
+/// # Errors
+/// If the call does not fit together, no kernel runs it, or one does not compile or launch.
+pub(super) fn forward<C: OneLaunch>(call: &C) -> candle_core::Result<Storage> {
+    let run = Run::start(call)?;
+    let mut output = run.elements(call.output_dims(run.shape).iter().product())?;
+
+    let locks = TensorLocks::default();
+    let mut operands = run.operands(&locks);
+    let mut arguments = call.arguments(run.shape, &mut operands)?;
+    C::set_output(&mut arguments, operands.output("output", &mut output)?);
+    run.launch(&operands, &C::forward_launch(run.shape), &arguments)?;
+    operands.finish();
+    Ok(output.into_storage())
 }
 
 /// Returns the program of a call's kernels for an element type.

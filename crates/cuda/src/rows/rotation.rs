@@ -2,11 +2,11 @@
 
 use candle_core::{DType, Result, Storage, Tensor, bail};
 
-use super::outline::{self, RowsCall, Run};
+use super::outline::{self, OneLaunch, RowsCall};
 use super::row_strides;
 use crate::attention::InputAddresses;
 use crate::ci_programs::CiProgram;
-use crate::device::{Grid, KernelArguments, Launch, TensorLocks};
+use crate::device::{Grid, KernelArguments, Launch};
 use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, RowStrides};
 use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
@@ -165,26 +165,20 @@ impl RotationCall {
     /// # Errors
     /// If the call does not fit together, the kernel does not run it, or it does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        let run = Run::start(self)?;
-        let RotationShape { b, t, h, d, .. } = run.shape;
-        let mut output = run.elements(b * t * h * d)?;
-
-        let locks = TensorLocks::default();
-        let mut operands = run.operands(&locks);
-        let mut arguments = self.arguments(run.shape, &mut operands)?;
-        arguments.output = operands.output("output", &mut output)?;
-        run.launch(&operands, &launch(run.shape), &arguments)?;
-        operands.finish();
-        Ok(output.into_storage())
+        outline::forward(self)
     }
+}
 
-    /// Returns the launch of the forward pass.
-    pub(super) fn forward_kernel(shape: RotationShape) -> Launch {
+impl OneLaunch for RotationCall {
+    fn forward_launch(shape: RotationShape) -> Launch {
         launch(shape)
     }
 
-    /// Returns the arguments without an output.
-    pub(super) fn arguments<'t>(
+    fn output_dims(&self, _shape: RotationShape) -> Vec<usize> {
+        self.xs.dims().to_vec()
+    }
+
+    fn arguments<'t>(
         &'t self,
         shape: RotationShape,
         operands: &mut impl InputAddresses<'t>,
@@ -212,6 +206,10 @@ impl RotationCall {
             }
         }
         Ok(arguments)
+    }
+
+    fn set_output(arguments: &mut RotationArguments, output: OutputPointer<Elements>) {
+        arguments.output = output;
     }
 }
 

@@ -6,10 +6,9 @@ use candle_core::{Result, Tensor};
 use super::gate::{GateArguments, GateCall};
 use super::linear::{LinearRowsArguments, LinearRowsCall};
 use super::norm::{NormArguments, NormCall};
-use super::outline::RowsCall;
+use super::outline::{OneLaunch, RowsCall, program};
 use super::rotation::{RotationArguments, RotationCall};
 use crate::attention::InputAddresses;
-use crate::device::Launch;
 use crate::element::ElementType;
 use crate::kernel_pointers::{Elements, OutputPointer};
 use crate::kernel_struct::KernelStruct;
@@ -58,113 +57,64 @@ pub trait ForwardRows {
     ) -> Result<Self::Arguments>;
 }
 
-/// Returns the launch of a call with a grid and an output.
-fn described<C: RowsCall>(
-    call: &C,
-    shape: C::Shape,
-    launch: &Launch,
-    output: Vec<usize>,
-) -> std::result::Result<ForwardRowsLaunch, Unsupported> {
-    let mut defines = vec![ElementType::of(call.dtype())?.define()];
-    defines.extend(C::constants(shape));
+/// Returns the launch of a forward pass.
+fn launch_of<C: OneLaunch>(call: &C) -> std::result::Result<ForwardRowsLaunch, Unsupported> {
+    let shape = call.shape()?;
+    let launch = C::forward_launch(shape);
+    let program = program::<C>(ElementType::of(call.dtype())?, C::constants(shape));
     Ok(ForwardRowsLaunch {
         kernel: launch.kernel,
-        defines,
+        defines: program.defines,
         blocks: launch.grid.blocks(launch.kernel)? as usize,
         threads: launch.threads,
         shared_bytes: launch.shared_bytes,
-        output,
+        output: call.output_dims(shape),
     })
 }
 
-impl ForwardRows for NormCall {
-    type Arguments = NormArguments;
-
-    fn rows(&self) -> &Tensor {
-        &self.xs
-    }
-
-    fn forward_launch(&self) -> std::result::Result<ForwardRowsLaunch, Unsupported> {
-        let shape = self.shape()?;
-        described(self, shape, &Self::forward_kernel(shape), shape.dims().to_vec())
-    }
-
-    fn forward_arguments<'t>(
-        &'t self,
-        operands: &mut impl InputAddresses<'t>,
-        output: OutputPointer<Elements>,
-    ) -> Result<NormArguments> {
-        let shape = self.shape()?;
-        self.check(shape)?;
-        Ok(NormArguments { output, ..self.arguments(shape, operands)? })
-    }
+/// Returns the arguments of a forward pass, after checking that the tensors fit together.
+fn arguments_of<'t, C: OneLaunch>(
+    call: &'t C,
+    operands: &mut impl InputAddresses<'t>,
+    output: OutputPointer<Elements>,
+) -> Result<C::Arguments> {
+    let shape = call.shape()?;
+    call.check(shape)?;
+    let mut arguments = call.arguments(shape, operands)?;
+    C::set_output(&mut arguments, output);
+    Ok(arguments)
 }
 
-impl ForwardRows for RotationCall {
-    type Arguments = RotationArguments;
+/// Implements [`ForwardRows`] for calls whose forward pass is one launch.
+macro_rules! forward_rows {
+    ($($Call:ty, $Arguments:ty;)+) => {
+        $(
+            impl ForwardRows for $Call {
+                type Arguments = $Arguments;
 
-    fn rows(&self) -> &Tensor {
-        &self.xs
-    }
+                fn rows(&self) -> &Tensor {
+                    self.elements()
+                }
 
-    fn forward_launch(&self) -> std::result::Result<ForwardRowsLaunch, Unsupported> {
-        let shape = self.shape()?;
-        described(self, shape, &Self::forward_kernel(shape), self.xs.dims().to_vec())
-    }
+                fn forward_launch(&self) -> std::result::Result<ForwardRowsLaunch, Unsupported> {
+                    launch_of(self)
+                }
 
-    fn forward_arguments<'t>(
-        &'t self,
-        operands: &mut impl InputAddresses<'t>,
-        output: OutputPointer<Elements>,
-    ) -> Result<RotationArguments> {
-        let shape = self.shape()?;
-        self.check(shape)?;
-        Ok(RotationArguments { output, ..self.arguments(shape, operands)? })
-    }
+                fn forward_arguments<'t>(
+                    &'t self,
+                    operands: &mut impl InputAddresses<'t>,
+                    output: OutputPointer<Elements>,
+                ) -> Result<$Arguments> {
+                    arguments_of(self, operands, output)
+                }
+            }
+        )+
+    };
 }
 
-impl ForwardRows for GateCall {
-    type Arguments = GateArguments;
-
-    fn rows(&self) -> &Tensor {
-        &self.values
-    }
-
-    fn forward_launch(&self) -> std::result::Result<ForwardRowsLaunch, Unsupported> {
-        let shape = self.shape()?;
-        described(self, shape, &Self::forward_kernel(shape), self.values.dims().to_vec())
-    }
-
-    fn forward_arguments<'t>(
-        &'t self,
-        operands: &mut impl InputAddresses<'t>,
-        output: OutputPointer<Elements>,
-    ) -> Result<GateArguments> {
-        let shape = self.shape()?;
-        self.check(shape)?;
-        Ok(GateArguments { output, ..self.arguments(shape, operands)? })
-    }
-}
-
-impl ForwardRows for LinearRowsCall {
-    type Arguments = LinearRowsArguments;
-
-    fn rows(&self) -> &Tensor {
-        &self.xs
-    }
-
-    fn forward_launch(&self) -> std::result::Result<ForwardRowsLaunch, Unsupported> {
-        let shape = self.shape()?;
-        described(self, shape, &Self::forward_kernel(shape), self.output_dims(shape))
-    }
-
-    fn forward_arguments<'t>(
-        &'t self,
-        operands: &mut impl InputAddresses<'t>,
-        output: OutputPointer<Elements>,
-    ) -> Result<LinearRowsArguments> {
-        let shape = self.shape()?;
-        self.check(shape)?;
-        Ok(LinearRowsArguments { output, ..self.arguments(shape, operands)? })
-    }
+forward_rows! {
+    NormCall, NormArguments;
+    RotationCall, RotationArguments;
+    GateCall, GateArguments;
+    LinearRowsCall, LinearRowsArguments;
 }
