@@ -2,26 +2,28 @@
 
 use std::sync::Arc;
 
-use candle_attention_call::{AttentionCall, BoundedKeys, OutputLayout, PerInput, RequestedGradients, RequestedResults};
+use candle_attention_call::{AttentionCall, OutputLayout, PerInput, RequestedGradients, RequestedResults};
 use candle_attention_cuda::{BackwardInputs, CudaAttention, ForwardOutput};
 use candle_attention_metal::MetalAttention;
 use candle_core::op::BackpropOp;
 use candle_core::{Error, Result, Shape, Storage, Tensor};
 
 use super::call::{is_tracked, swapped_for};
+use super::dropout::draw_seed;
+use super::kernel_call::KernelTensors;
 use super::results::Attended;
 use candle_attention_modules::base::rowwise::with_contiguous_rows;
 use candle_attention_modules::base::{is_linked, record, record_two};
 
 const NAME: &str = "flash-attention";
 
-/// A call in the form that kernels read.
-type KernelCall = AttentionCall<Tensor, BoundedKeys<Tensor>>;
-
 /// A call for the kernels of a kind of GPU.
 pub(super) trait KernelAttention: Send + Sync + 'static {
     /// Returns the call.
-    fn call(&self) -> &KernelCall;
+    fn call(&self) -> &KernelTensors;
+
+    /// Sets the seed of dropout, on the device.
+    fn set_dropout_seed(&mut self, seed: Tensor);
 
     /// Loads the kernels of the backward pass.
     fn prepare_backward(&self, wanted: RequestedGradients) -> Result<()>;
@@ -34,8 +36,12 @@ pub(super) trait KernelAttention: Send + Sync + 'static {
 }
 
 impl KernelAttention for CudaAttention {
-    fn call(&self) -> &KernelCall {
+    fn call(&self) -> &KernelTensors {
         self.call()
+    }
+
+    fn set_dropout_seed(&mut self, seed: Tensor) {
+        self.set_dropout_seed(seed);
     }
 
     fn prepare_backward(&self, wanted: RequestedGradients) -> Result<()> {
@@ -52,8 +58,12 @@ impl KernelAttention for CudaAttention {
 }
 
 impl KernelAttention for MetalAttention {
-    fn call(&self) -> &KernelCall {
+    fn call(&self) -> &KernelTensors {
         self.call()
+    }
+
+    fn set_dropout_seed(&mut self, seed: Tensor) {
+        self.set_dropout_seed(seed);
     }
 
     fn prepare_backward(&self, wanted: RequestedGradients) -> Result<()> {
@@ -84,9 +94,24 @@ fn storage_of(tensor: &Tensor) -> Result<Storage> {
     storage.try_clone(layout)
 }
 
-/// Runs kernels and returns the output as it is stored, and the log-sum-exp if it is requested, with gradients for the
-/// inputs that are tracked.
-pub(super) fn attend(attention: impl KernelAttention, wanted: RequestedResults) -> Result<Attended> {
+/// Runs kernels and returns the output (B, H, T_q, D_v), and the log-sum-exp if it is requested, with gradients for the
+/// inputs that are tracked. If `draws_seed`, the seed of dropout is drawn.
+pub(super) fn attend(
+    mut attention: impl KernelAttention,
+    draws_seed: bool,
+    wanted: RequestedResults,
+) -> Result<Attended> {
+    if draws_seed {
+        let seed = draw_seed(attention.call().q.device())?;
+        attention.set_dropout_seed(seed);
+    }
+    let layout = attention.call().output_layout;
+    let stored = attend_in_layout(attention, wanted)?;
+    Ok(Attended { output: swapped_for(layout, stored.output)?, ..stored })
+}
+
+/// Runs kernels as [`attend`] does, and returns the output as it is stored.
+fn attend_in_layout(attention: impl KernelAttention, wanted: RequestedResults) -> Result<Attended> {
     let is_trained = tracks_gradients(attention.call());
     // If the kernels of the backward pass do not load, another path can still run.
     if is_trained {
@@ -124,18 +149,18 @@ fn no_softmax_stats() -> Error {
 }
 
 /// Returns whether an input of a call is tracked for gradients.
-pub(super) fn tracks_gradients(call: &KernelCall) -> bool {
+pub(super) fn tracks_gradients(call: &KernelTensors) -> bool {
     call.differentiable().in_order().into_iter().any(is_tracked)
 }
 
 /// Returns which gradients a backward pass computes.
-pub(super) fn requested_gradients(call: &KernelCall) -> RequestedGradients {
+pub(super) fn requested_gradients(call: &KernelTensors) -> RequestedGradients {
     RequestedGradients { layout: gradient_layout(call), of: call.differentiable().map(is_tracked) }
 }
 
 /// Returns the order in memory of the gradients of q, k and v. If they go to results of which q, k and v are views,
 /// they are contiguous once the views are undone.
-fn gradient_layout(call: &KernelCall) -> OutputLayout {
+fn gradient_layout(call: &KernelTensors) -> OutputLayout {
     let AttentionCall { q, k, v, .. } = call;
     let strides = q.stride();
     let all_are_linked = [q, k, v].into_iter().all(|heads| !heads.track_op() || is_linked(heads));

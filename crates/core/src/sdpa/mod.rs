@@ -17,6 +17,7 @@ mod cuda;
 mod dropout;
 mod function;
 mod gather;
+mod kernel_call;
 mod kernel_graph;
 mod keys;
 mod listed;

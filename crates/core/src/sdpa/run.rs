@@ -42,14 +42,11 @@ pub(crate) fn run(call: Call, wanted: RequestedResults) -> Result<Attended> {
     if !has_pages_to_read(&call) {
         return choose(call, wanted)?.attend(wanted);
     }
+    let on_reference = || reference::attend(&gather::with_keys_in_one_piece(call.clone())?, wanted);
     match Choice::fused(&call, wanted)? {
         Ok(Choice::Cpu(instruction_set)) => cpu::attend_over_pages(&call, instruction_set, wanted),
-        Ok(Choice::Cuda(cuda_path)) => attend_on_cuda(&call, *cuda_path, wanted, || {
-            reference::attend(&gather::with_keys_in_one_piece(call.clone())?, wanted)
-        }),
-        Ok(Choice::Metal(metal_path)) => attend_on_metal(&call, metal_path, wanted, || {
-            reference::attend(&gather::with_keys_in_one_piece(call.clone())?, wanted)
-        }),
+        Ok(Choice::Cuda(cuda_path)) => attend_on_cuda(&call, *cuda_path, wanted, on_reference),
+        Ok(Choice::Metal(metal_path)) => attend_on_metal(&call, metal_path, wanted, on_reference),
         _ => choose(gather::with_keys_in_one_piece(call)?, wanted)?.attend(wanted),
     }
 }

@@ -9,17 +9,13 @@ mod tests;
 
 use std::fmt;
 
-use candle_attention_call::{AttentionDims as Dims, RequestedGradients, RequestedResults};
+use candle_attention_call::{RequestedGradients, RequestedResults};
 use candle_attention_cuda::{CudaAttention, ForwardKernel};
 use candle_core::Result;
 
-use super::bounded_keys::bounded_keys;
-use super::call::{Call, swapped_for};
-use super::dropout::{KernelDropout, draw_seed};
-use super::first_line;
+use super::call::Call;
+use super::kernel_call::{KernelCall, check_results};
 use super::kernel_graph::{self, requested_gradients, tracks_gradients};
-use super::page_table::page_table;
-use super::prepared::prepared;
 use super::results::Attended;
 pub use first_use::ATTENTION_CASES;
 #[cfg(test)]
@@ -50,23 +46,9 @@ impl CudaPath {
 
     /// Returns the call as [`plan`](Self::plan) does, whether or not the kernels have failed a check.
     fn unchecked(call: &Call, wanted: RequestedResults) -> std::result::Result<Self, String> {
-        if wanted.weights {
-            return Err("the CUDA kernels do not return attention weights".into());
-        }
-        if wanted.statistics.is_some() {
-            return Err("the CUDA kernels do not compute statistics of weights".into());
-        }
-        let KernelDropout { dropout, draws_seed } = KernelDropout::of(call.dropout.as_ref())?;
-        let Dims { b, t_q, t_kv, d_v, .. } = call.attention.dims;
-        if [b, t_q, t_kv, d_v].contains(&0) {
-            return Err("there are no scores, for which the CUDA kernels do not run".into());
-        }
-        let keys = bounded_keys(call).map_err(|error| first_line(&error))?;
-        let mut cuda_call = prepared(call, keys, dropout).map_err(|error| first_line(&error))?;
-        if let Some(sequences) = &call.attention.keys.pages {
-            cuda_call.pages = Some(page_table(sequences, &call.attention.k).map_err(|error| first_line(&error))?);
-        }
-        let attention = CudaAttention::new(cuda_call).map_err(|reason| reason.to_string())?;
+        check_results(call, wanted, "the CUDA kernels")?;
+        let KernelCall { tensors, draws_seed } = KernelCall::new(call)?;
+        let attention = CudaAttention::new(tensors).map_err(|reason| reason.to_string())?;
         let kernel = attention.plan().map_err(|reason| reason.to_string())?;
         let cuda_path = Self { attention, kernel, draws_seed };
         if cuda_path.tracks_gradients() {
@@ -98,21 +80,7 @@ impl CudaPath {
     }
 
     /// Returns the requested results.
-    pub fn attend(mut self, wanted: RequestedResults) -> Result<Attended> {
-        self.draw_missing_seed()?;
-        let layout = self.attention.call().output_layout;
-        let attended = kernel_graph::attend(self.attention, wanted)?;
-        Ok(Attended { output: swapped_for(layout, attended.output)?, ..attended })
-    }
-
-    /// Draws a seed of dropout, if none was given.
-    fn draw_missing_seed(&mut self) -> Result<()> {
-        if !self.draws_seed {
-            return Ok(());
-        }
-        let seed = draw_seed(self.attention.call().q.device())?;
-        self.attention.set_dropout_seed(seed);
-        self.draws_seed = false;
-        Ok(())
+    pub fn attend(self, wanted: RequestedResults) -> Result<Attended> {
+        kernel_graph::attend(self.attention, self.draws_seed, wanted)
     }
 }

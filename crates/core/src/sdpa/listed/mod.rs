@@ -81,7 +81,7 @@ fn obstacle(call: &Call, wanted: RequestedResults) -> Result<Option<String>> {
             Ok(None)
         }
         Device::Cuda(_) => obstacle_of_gpu(call, listed, wanted, ListedKernel::Cuda),
-        Device::Metal(device) => match is_available(&Device::Metal(device.clone())) {
+        Device::Metal(_) => match is_available(call.attention.q.device()) {
             Ok(()) => obstacle_of_gpu(call, listed, wanted, ListedKernel::Metal),
             Err(reason) => Ok(Some(reason.to_string())),
         },

@@ -10,17 +10,20 @@ use crate::sdpa::results::Attended;
 use crate::sdpa::small_call::SmallCall;
 use candle_attention_modules::base::first_use::{ComparedResult, FirstUseCase};
 
-const FORWARD: FirstUseCase = FirstUseCase { operation: "attention on Metal, forward", is_new: true, run: forward };
-const DECODE: FirstUseCase = FirstUseCase { operation: "attention on Metal, decode", is_new: true, run: decode };
+const BACKWARD: FirstUseCase = new_case("attention on Metal, backward", |device, dtype| {
+    SmallCall { has_gradients: true, ..SmallCall::PROMPT }.compare(device, dtype, attend)
+});
 
-const BACKWARD: FirstUseCase = FirstUseCase { operation: "attention on Metal, backward", is_new: true, run: backward };
-
-/// The cases of keys and values that are stored as something else than floats in one piece.
+/// The cases of the forward pass for keys and values that are stored in one way.
 struct StoredCases {
     forward: FirstUseCase,
     decode: FirstUseCase,
 }
 
+const OF_FLOATS: StoredCases = StoredCases {
+    forward: new_case("attention on Metal, forward", |device, dtype| SmallCall::PROMPT.compare(device, dtype, attend)),
+    decode: new_case("attention on Metal, decode", |device, dtype| SmallCall::TOKEN.compare(device, dtype, attend)),
+};
 const OF_8_BITS: StoredCases = StoredCases {
     forward: new_case("attention on Metal, 8 bits, forward", |device, dtype| {
         with_codes(SmallCall::PROMPT, KvCodeFormat::Q8).compare(device, dtype, attend)
@@ -56,8 +59,8 @@ const IN_PAGES: StoredCases = StoredCases {
 
 /// The cases of the Metal kernels.
 pub const METAL_CASES: [FirstUseCase; 11] = [
-    FORWARD,
-    DECODE,
+    OF_FLOATS.forward,
+    OF_FLOATS.decode,
     BACKWARD,
     OF_8_BITS.forward,
     OF_8_BITS.decode,
@@ -76,18 +79,6 @@ const fn new_case(operation: &'static str, run: fn(&Device, DType) -> Result<Vec
 
 fn with_codes(call: SmallCall, format: KvCodeFormat) -> SmallCall {
     SmallCall { codes: Some(format), ..call }
-}
-
-fn forward(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    SmallCall::PROMPT.compare(device, dtype, attend)
-}
-
-fn decode(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    SmallCall::TOKEN.compare(device, dtype, attend)
-}
-
-fn backward(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    SmallCall { has_gradients: true, ..SmallCall::PROMPT }.compare(device, dtype, attend)
 }
 
 /// Runs a call on the kernels, whether or not they passed a check.
@@ -125,12 +116,12 @@ impl MetalKernelCall {
         });
         let of_pages = attention.pages.is_some().then_some(IN_PAGES);
         let is_plain = of_codes.is_none() && of_pages.is_none();
-        let plain = is_plain.then_some(StoredCases { forward: FORWARD, decode: DECODE });
+        let of_floats = is_plain.then_some(OF_FLOATS);
         let kernel = self.kernel;
-        let of_forward = [plain, of_codes, of_pages].into_iter().flatten().map(move |cases| match kernel {
+        let of_forward = [of_floats, of_codes, of_pages].into_iter().flatten().map(move |cases| match kernel {
             MetalKernel::Forward => cases.forward,
             MetalKernel::Decode { .. } => cases.decode,
         });
-        of_forward.chain(self.is_trained.then_some(BACKWARD))
+        of_forward.chain(self.tracks_gradients().then_some(BACKWARD))
     }
 }

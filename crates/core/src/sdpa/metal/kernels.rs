@@ -2,18 +2,14 @@
 
 use std::fmt;
 
-use candle_attention_call::{AttentionDims as Dims, RequestedResults};
+use candle_attention_call::RequestedResults;
 use candle_attention_metal::{MetalAttention, MetalKernel, is_available};
 use candle_core::Result;
 
 use super::MetalCall;
-use crate::sdpa::bounded_keys::bounded_keys;
-use crate::sdpa::call::{Call, swapped_for};
-use crate::sdpa::dropout::{KernelDropout, draw_seed};
-use crate::sdpa::first_line;
+use crate::sdpa::call::Call;
+use crate::sdpa::kernel_call::{KernelCall, check_results};
 use crate::sdpa::kernel_graph::{self, requested_gradients, tracks_gradients};
-use crate::sdpa::page_table::page_table;
-use crate::sdpa::prepared::prepared;
 use crate::sdpa::results::Attended;
 
 /// A call on Metal with what runs it.
@@ -75,8 +71,6 @@ impl MetalPath {
 pub(crate) struct MetalKernelCall {
     pub(super) attention: MetalAttention,
     pub(super) kernel: MetalKernel,
-    /// Whether an input is tracked for gradients.
-    pub(super) is_trained: bool,
     /// Whether a seed of dropout is still to be drawn.
     draws_seed: bool,
 }
@@ -84,7 +78,7 @@ pub(crate) struct MetalKernelCall {
 impl fmt::Display for MetalKernelCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.kernel)?;
-        if self.is_trained { f.write_str(", and the Metal backward kernels") } else { Ok(()) }
+        if self.tracks_gradients() { f.write_str(", and the Metal backward kernels") } else { Ok(()) }
     }
 }
 
@@ -92,41 +86,26 @@ impl MetalKernelCall {
     /// Returns the call for the kernels, whether or not they have failed a check, or the reason why they do not support
     /// it.
     pub fn unchecked(call: &Call, wanted: RequestedResults) -> std::result::Result<Self, String> {
-        if wanted.weights {
-            return Err("the Metal kernels do not return attention weights".into());
-        }
-        if wanted.statistics.is_some() {
-            return Err("the Metal kernels do not compute statistics of weights".into());
-        }
-        let Dims { b, t_q, t_kv, d_v, .. } = call.attention.dims;
-        if [b, t_q, t_kv, d_v].contains(&0) {
-            return Err("there are no scores, for which the Metal kernels do not run".into());
-        }
+        check_results(call, wanted, "the Metal kernels")?;
         is_available(call.attention.q.device()).map_err(|reason| reason.to_string())?;
-        let keys = bounded_keys(call).map_err(|error| first_line(&error))?;
-        let KernelDropout { dropout, draws_seed } = KernelDropout::of(call.dropout.as_ref())?;
-        let mut metal_call = prepared(call, keys, dropout).map_err(|error| first_line(&error))?;
-        if let Some(sequences) = &call.attention.keys.pages {
-            metal_call.pages = Some(page_table(sequences, &call.attention.k).map_err(|error| first_line(&error))?);
-        }
-        let attention = MetalAttention::new(metal_call).map_err(|reason| reason.to_string())?;
+        let KernelCall { tensors, draws_seed } = KernelCall::new(call)?;
+        let attention = MetalAttention::new(tensors).map_err(|reason| reason.to_string())?;
         let kernel = attention.plan().map_err(|reason| reason.to_string())?;
-        let is_trained = tracks_gradients(attention.call());
-        if is_trained {
-            let wanted_gradients = requested_gradients(attention.call());
-            attention.plan_backward(wanted_gradients).map_err(|reason| reason.to_string())?;
+        let kernel_call = Self { attention, kernel, draws_seed };
+        if kernel_call.tracks_gradients() {
+            let gradients = requested_gradients(kernel_call.attention.call());
+            kernel_call.attention.plan_backward(gradients).map_err(|reason| reason.to_string())?;
         }
-        Ok(Self { attention, kernel, is_trained, draws_seed })
+        Ok(kernel_call)
+    }
+
+    /// Returns whether an input is tracked for gradients.
+    pub(super) fn tracks_gradients(&self) -> bool {
+        tracks_gradients(self.attention.call())
     }
 
     /// Returns the requested results.
-    pub fn attend(mut self, wanted: RequestedResults) -> Result<Attended> {
-        if self.draws_seed {
-            let seed = draw_seed(self.attention.call().q.device())?;
-            self.attention.set_dropout_seed(seed);
-        }
-        let layout = self.attention.call().output_layout;
-        let attended = kernel_graph::attend(self.attention, wanted)?;
-        Ok(Attended { output: swapped_for(layout, attended.output)?, ..attended })
+    pub fn attend(self, wanted: RequestedResults) -> Result<Attended> {
+        kernel_graph::attend(self.attention, self.draws_seed, wanted)
     }
 }
