@@ -89,12 +89,6 @@ DEVICE void add_special_row(const LOCAL FragmentPlace& place, const LOCAL OwnRow
     }
 }
 
-DEVICE bool has_special_number(const LOCAL float2* sums, int columns) {
-    bool is_special = false;
-    UNROLL for (int d = 0; d < columns / 8; d++) is_special |= !(is_finite(sums[d].x) && is_finite(sums[d].y));
-    return is_special;
-}
-
 // Stores a row times a factor.
 DEVICE void store_row(const LOCAL FragmentPlace& place, GLOBAL char* to, int width, int columns,
                       const LOCAL float2* sums, float factor) {

@@ -35,17 +35,7 @@ DEVICE void join_query_intervals(LOCAL QueryThread& own, SHARED(int) intervals) 
     own.keys.first = 0x7fffffff, own.keys.end = own.keys.common_first = own.keys.common_end = 0;
     if (own.first < own.end) own.keys.first = own.first, own.keys.end = own.end;
     join_in_warp(own.keys);
-    if (own.place.index % 32 == 0) {
-        store_shared(intervals + own.place.index / 16, own.keys.first);
-        store_shared(intervals + (own.place.index / 16 + 1), own.keys.end);
-    }
-    block_barrier();
-    own.first_key = 0x7fffffff, own.end_key = 0;
-    UNROLL for (int n = 0; n < QUERY_WARPS; n++) {
-        own.first_key = smaller(own.first_key, load_shared(intervals + 2 * n));
-        own.end_key = larger(own.end_key, load_shared(intervals + (2 * n + 1)));
-    }
-    if (own.first_key >= own.end_key) own.first_key = own.end_key = 0;
+    join_simdgroup_intervals(own.keys, intervals, own.place.index, own.first_key, own.end_key);
 }
 
 DEVICE QueryThread start_query_thread(const LOCAL AttentionArguments& arguments, const LOCAL BlockPlace& place,
@@ -64,13 +54,8 @@ DEVICE QueryThread start_query_thread(const LOCAL AttentionArguments& arguments,
     own.queries.is_row = own.gradients.is_row = own.is_query;
     own.queries.width = HEAD_DIM, own.queries.columns = HEAD_COLUMNS;
     own.gradients.width = VALUE_DIM, own.gradients.columns = VALUE_COLUMNS;
-    own.key_rows = rows_of_head(arguments, arguments.keys, arguments.key_strides, sequence, place.sequence, key_head,
-                                ELEMENT_BYTES);
-    own.key_rows.width = HEAD_DIM, own.key_rows.columns = HEAD_COLUMNS, own.key_rows.pitch = FORWARD_KEY_PITCH;
-    own.value_rows = rows_of_head(arguments, arguments.values, arguments.value_strides, sequence, place.sequence,
-                                  key_head, ELEMENT_BYTES);
-    own.value_rows.width = VALUE_DIM, own.value_rows.columns = VALUE_COLUMNS;
-    own.value_rows.pitch = FORWARD_VALUE_PITCH;
+    own.key_rows = key_rows_of_head(arguments, sequence, place.sequence, key_head);
+    own.value_rows = value_rows_of_head(arguments, sequence, place.sequence, key_head);
     own.modifiers = load_modifiers(arguments, sequence, place.sequence, own.head);
     own.dropout = load_sequence_dropout(arguments, sequence, own.head);
     const i64 row = statistics_row(arguments, sequence, own.head) + query;
@@ -125,7 +110,7 @@ DEVICE void add_special_keys(const LOCAL AttentionArguments& arguments, const LO
     for (int key = own.first; key < own.end; key++) {
         if (HAS_BOOLEAN_MASK && !load_boolean_mask(arguments, own.modifiers, own.query, key)) continue;
         OwnRow row;
-        row.first = own.key_rows.first + key * own.key_rows.row_bytes;
+        row.first = row_of_key(own.key_rows, key);
         row.is_row = true, row.width = HEAD_DIM, row.columns = HEAD_COLUMNS;
         add_special_row(own.place, row, sums);
     }

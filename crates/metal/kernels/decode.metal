@@ -114,24 +114,12 @@ KERNEL(attention_decode, FORWARD_THREADS) {
         start_decode_thread(arguments, sequence, sequence_index, key_head, first_row, (int)thread_index);
     join_intervals(own, SHARED_AT(int, FORWARD_INTERVALS_AT));
     divide_keys(own, split, arguments.splits);
-    float2 queries[FORWARD_QUERIES_IN_REGISTERS ? HEAD_COLUMNS / 8 : 1];
-    if (FORWARD_QUERIES_IN_REGISTERS) {
-        UNROLL for (int d = 0; d < HEAD_COLUMNS / 8; d++) queries[d] = load_query_pair(own, 8 * d + own.column);
-    }
     const float scale = exponent_scale(arguments);
     float2 output[VALUE_COLUMNS / 8];
     RowState state;
-    bool is_careful = false;
-    while (true) {
-        attend_to_keys(arguments, own, DECODE_FRAGMENTS, queries, SHARED_AT(Element, FORWARD_TILE_AT), scale,
-                       is_careful, state, output);
-        if (is_careful) break;
-        bool is_special = false;
-        UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++)
-            is_special |= own.is_query && !(is_finite(output[d].x) && is_finite(output[d].y));
-        if (!any_in_block(SHARED_AT(u32, FORWARD_ANSWERS_AT), own.index, is_special)) break;
-        is_careful = true;
-    }
+    const bool is_careful =
+        attend(arguments, own, DECODE_FRAGMENTS, SHARED_AT(Element, FORWARD_TILE_AT),
+               SHARED_AT(u32, FORWARD_ANSWERS_AT), scale, state, output);
     join_simdgroups(own, SHARED_AT(float, DECODE_SUMS_AT), SHARED_AT(float, FORWARD_TILE_AT), scale, state, output);
     if (own.index >= 32) return;
     if (is_careful) add_special_values(arguments, own, output);

@@ -230,6 +230,13 @@ DEVICE void add_special_values(const LOCAL AttentionArguments& arguments, const 
     }
 }
 
+// Whether one of a thread's sums of `columns` columns is not finite.
+DEVICE bool has_special_number(const LOCAL float2* sums, int columns) {
+    bool is_special = false;
+    UNROLL for (int d = 0; d < columns / 8; d++) is_special |= !(is_finite(sums[d].x) && is_finite(sums[d].y));
+    return is_special;
+}
+
 // Whether a thread of the threadgroup has the answer true, in every thread.
 DEVICE bool any_in_block(SHARED(u32) answers, int thread_index, bool answer) {
     const bool in_simdgroup = any_in_warp(answer);
@@ -241,6 +248,45 @@ DEVICE bool any_in_block(SHARED(u32) answers, int thread_index, bool answer) {
     return any != 0;
 }
 
+// Attends to all keys of the threadgroup. Returns whether the output lacks the values that are not finite and is divided
+// by VALUE_GROWTH: then the caller adds and multiplies.
+//
+// Values that are not finite must reach only queries that attend to them, but zero times NaN is NaN, and sums of large
+// values may exceed f32. If the output has a number that is not finite, all is computed once more without such values,
+// and with the others made smaller.
+DEVICE bool attend(const LOCAL AttentionArguments& arguments, const LOCAL ForwardThread& own, int fragments,
+                   SHARED(Element) tile, SHARED(u32) answers, float scale, LOCAL RowState& state,
+                   LOCAL float2* output) {
+    float2 queries[FORWARD_QUERIES_IN_REGISTERS ? HEAD_COLUMNS / 8 : 1];
+    if (FORWARD_QUERIES_IN_REGISTERS) {
+        UNROLL for (int d = 0; d < HEAD_COLUMNS / 8; d++) queries[d] = load_query_pair(own, 8 * d + own.column);
+    }
+    bool is_careful = false;
+    while (true) {
+        attend_to_keys(arguments, own, fragments, queries, tile, scale, is_careful, state, output);
+        if (is_careful) return true;
+        const bool is_special = own.is_query && has_special_number(output, VALUE_COLUMNS);
+        if (!any_in_block(answers, own.index, is_special)) return false;
+        is_careful = true;
+    }
+}
+
+// Finds the keys [first, end) of the threadgroup from the keys of its simdgroups.
+DEVICE void join_simdgroup_intervals(const LOCAL TileInterval& keys, SHARED(int) intervals, int thread_index,
+                                     LOCAL int& first, LOCAL int& end) {
+    if (thread_index % 32 == 0) {
+        store_shared(intervals + thread_index / 16, keys.first);
+        store_shared(intervals + (thread_index / 16 + 1), keys.end);
+    }
+    block_barrier();
+    first = 0x7fffffff, end = 0;
+    UNROLL for (int n = 0; n < FORWARD_WARPS; n++) {
+        first = smaller(first, load_shared(intervals + 2 * n));
+        end = larger(end, load_shared(intervals + (2 * n + 1)));
+    }
+    if (first >= end) first = end = 0;
+}
+
 // Finds the keys of the simdgroup and of the threadgroup.
 DEVICE void join_intervals(LOCAL ForwardThread& own, SHARED(int) intervals) {
     own.keys.first = 0x7fffffff, own.keys.end = 0, own.keys.common_first = 0, own.keys.common_end = 0x7fffffff;
@@ -249,17 +295,7 @@ DEVICE void join_intervals(LOCAL ForwardThread& own, SHARED(int) intervals) {
         own.keys.common_first = own.first, own.keys.common_end = own.end;
     }
     join_in_warp(own.keys);
-    if (own.index % 32 == 0) {
-        store_shared(intervals + own.index / 16, own.keys.first);
-        store_shared(intervals + (own.index / 16 + 1), own.keys.end);
-    }
-    block_barrier();
-    own.first_key = 0x7fffffff, own.end_key = 0;
-    UNROLL for (int n = 0; n < FORWARD_WARPS; n++) {
-        own.first_key = smaller(own.first_key, load_shared(intervals + 2 * n));
-        own.end_key = larger(own.end_key, load_shared(intervals + (2 * n + 1)));
-    }
-    if (own.first_key >= own.end_key) own.first_key = own.end_key = 0;
+    join_simdgroup_intervals(own.keys, intervals, own.index, own.first_key, own.end_key);
 }
 
 // Finds the keys and the rows of a thread whose head and query are known.
@@ -269,13 +305,8 @@ DEVICE void find_rows(LOCAL ForwardThread& own, const LOCAL AttentionArguments& 
     if (own.is_query) attended_keys(arguments, sequence, sequence_index, own.query, own.first, own.end);
     own.queries = row_address(arguments.queries, arguments.query_strides, sequence.batch, own.head,
                               sequence.first_query + own.query, ELEMENT_BYTES);
-    own.key_rows = rows_of_head(arguments, arguments.keys, arguments.key_strides, sequence, sequence_index, key_head,
-                                STORED_BYTES);
-    own.key_rows.width = HEAD_DIM, own.key_rows.columns = HEAD_COLUMNS, own.key_rows.pitch = FORWARD_KEY_PITCH;
-    own.value_rows = rows_of_head(arguments, arguments.values, arguments.value_strides, sequence, sequence_index,
-                                  key_head, STORED_BYTES);
-    own.value_rows.width = VALUE_DIM, own.value_rows.columns = VALUE_COLUMNS;
-    own.value_rows.pitch = FORWARD_VALUE_PITCH;
+    own.key_rows = key_rows_of_head(arguments, sequence, sequence_index, key_head);
+    own.value_rows = value_rows_of_head(arguments, sequence, sequence_index, key_head);
     if (KEY_CODES) {
         own.key_scales = rows_of_head(arguments, arguments.key_scales, arguments.key_scale_strides, sequence,
                                       sequence_index, key_head, 4);
@@ -324,30 +355,12 @@ KERNEL(attention_forward, FORWARD_THREADS) {
     if (place.block * FORWARD_QUERIES >= sequence.query_count) return;
     ForwardThread own = start_thread(arguments, place, sequence, (int)thread_index);
     join_intervals(own, SHARED_AT(int, FORWARD_INTERVALS_AT));
-    float2 queries[FORWARD_QUERIES_IN_REGISTERS ? HEAD_COLUMNS / 8 : 1];
-    if (FORWARD_QUERIES_IN_REGISTERS) {
-        UNROLL for (int d = 0; d < HEAD_COLUMNS / 8; d++) queries[d] = load_query_pair(own, 8 * d + own.column);
-    }
     const float scale = exponent_scale(arguments);
     float2 output[VALUE_COLUMNS / 8];
-
-    // Values that are not finite must reach only queries that attend to them, but zero times NaN is NaN, and sums of
-    // large values may exceed f32. If the output has a number that is not finite, all is computed once more without
-    // such values, which are then added, and with the others made smaller.
     RowState state;
-    bool is_careful = false;
-    while (true) {
-        attend_to_keys(arguments, own, FORWARD_KEY_FRAGMENTS, queries, SHARED_AT(Element, FORWARD_TILE_AT), scale,
-                       is_careful, state, output);
-        if (is_careful) {
-            add_special_values(arguments, own, output);
-            break;
-        }
-        bool is_special = false;
-        UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++)
-            is_special |= own.is_query && !(is_finite(output[d].x) && is_finite(output[d].y));
-        if (!any_in_block(SHARED_AT(u32, FORWARD_ANSWERS_AT), own.index, is_special)) break;
-        is_careful = true;
-    }
+    const bool is_careful =
+        attend(arguments, own, FORWARD_KEY_FRAGMENTS, SHARED_AT(Element, FORWARD_TILE_AT),
+               SHARED_AT(u32, FORWARD_ANSWERS_AT), scale, state, output);
+    if (is_careful) add_special_values(arguments, own, output);
     store_results(arguments, own, sequence, state, output, scale, is_careful ? VALUE_GROWTH : 1.0f);
 }

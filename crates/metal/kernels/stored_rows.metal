@@ -50,6 +50,22 @@ DEVICE TileRows rows_of_head(const LOCAL AttentionArguments& arguments, GLOBAL c
     return rows;
 }
 
+// The rows of the keys, and of the values, of a head.
+DEVICE TileRows key_rows_of_head(const LOCAL AttentionArguments& arguments, const LOCAL Sequence& sequence,
+                                 int sequence_index, int key_head) {
+    TileRows rows = rows_of_head(arguments, arguments.keys, arguments.key_strides, sequence, sequence_index, key_head,
+                                 STORED_BYTES);
+    rows.width = HEAD_DIM, rows.columns = HEAD_COLUMNS, rows.pitch = FORWARD_KEY_PITCH;
+    return rows;
+}
+DEVICE TileRows value_rows_of_head(const LOCAL AttentionArguments& arguments, const LOCAL Sequence& sequence,
+                                   int sequence_index, int key_head) {
+    TileRows rows = rows_of_head(arguments, arguments.values, arguments.value_strides, sequence, sequence_index,
+                                 key_head, STORED_BYTES);
+    rows.width = VALUE_DIM, rows.columns = VALUE_COLUMNS, rows.pitch = FORWARD_VALUE_PITCH;
+    return rows;
+}
+
 // The address of the row of a key. With KEY_PAGES, its page has to be in the table.
 DEVICE GLOBAL const char* row_of_key(const LOCAL TileRows& rows, int key) {
     if (!KEY_PAGES) return rows.first + key * rows.row_bytes;
