@@ -32,22 +32,10 @@ impl CudaGate {
 
     /// Returns the product as [`plan`](Self::plan) does, whether or not the kernels passed their check.
     fn unchecked(gates: &Tensor, values: &Tensor, activation: Activation) -> Result<Self> {
-        let fits = match (values.dims().split_last(), gates.dims().split_last()) {
-            (Some((last, others)), Some((gate_last, gate_others))) => {
-                others == gate_others && [1, *last].contains(gate_last)
-            }
-            _ => false,
-        };
-        if !fits || gates.dtype() != values.dtype() || values.rank() > 4 {
-            bail!("no kernel multiplies {values:?} by {gates:?}")
-        }
+        check_shapes(gates, values)?;
         let gates = with_contiguous_rows(gates)?;
         let values = with_contiguous_rows(values)?;
-        let kernels = GateCall {
-            gates: with_four_dimensions(&gates.detach())?,
-            values: with_four_dimensions(&values.detach())?,
-            activation,
-        };
+        let kernels = gate_call(&gates, &values, activation)?;
         kernels.plan()?;
         Ok(Self { gates, values, kernels })
     }
@@ -64,6 +52,33 @@ impl CudaGate {
             Ok(vec![Some(found.gates.reshape(&gate_shape)?), Some(found.values.reshape(&shape)?)])
         })
     }
+}
+
+/// Checks that kernels multiply values by gates of these shapes and dtypes: the gates have the shape of the values, of
+/// at most four dimensions, or the last dimension 1.
+///
+/// # Errors
+/// If they do not.
+pub(crate) fn check_shapes(gates: &Tensor, values: &Tensor) -> Result<()> {
+    let fits = match (values.dims().split_last(), gates.dims().split_last()) {
+        (Some((last, others)), Some((gate_last, gate_others))) => {
+            others == gate_others && [1, *last].contains(gate_last)
+        }
+        _ => false,
+    };
+    if !fits || gates.dtype() != values.dtype() || values.rank() > 4 {
+        bail!("no kernel multiplies {values:?} by {gates:?}")
+    }
+    Ok(())
+}
+
+/// Returns the call of the kernels for gates and values of at most four dimensions, whose rows are contiguous.
+pub(crate) fn gate_call(gates: &Tensor, values: &Tensor, activation: Activation) -> Result<GateCall> {
+    Ok(GateCall {
+        gates: with_four_dimensions(&gates.detach())?,
+        values: with_four_dimensions(&values.detach())?,
+        activation,
+    })
 }
 
 /// Computes values times activated gates with all gradients by the kernels and by the CPU.

@@ -1,11 +1,12 @@
 //! Operations over rows by their Metal kernels, of which nothing is tracked for gradients.
 
-use candle_attention_cuda::{Activation, GateCall};
+use candle_attention_cuda::Activation;
 use candle_attention_metal::{MetalRows, first_use};
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::base::first_use::{ComparedResult, FirstUseCase, case_numbers};
-use crate::base::rowwise::{with_contiguous_rows, with_four_dimensions};
+use crate::base::rowwise::with_contiguous_rows;
+use crate::cuda_gate::{check_shapes, gate_call};
 
 /// The case of values times activated gates.
 pub(crate) const METAL_GATE_CASE: FirstUseCase =
@@ -21,20 +22,17 @@ pub fn run_checked(call: &MetalRows, case: &FirstUseCase, xs: &Tensor) -> Option
 /// Returns `activation(gates) · values` of at most four dimensions, unless no kernel computes it. The gates have the
 /// shape of the values, or the last dimension 1.
 pub(crate) fn gate(gates: &Tensor, values: &Tensor, activation: Activation) -> Option<Result<Tensor>> {
-    let (width, outer) = values.dims().split_last()?;
-    let (gate_width, gate_outer) = gates.dims().split_last()?;
-    let fits = outer == gate_outer && [1, *width].contains(gate_width) && values.rank() <= 4;
-    if !fits || gates.dtype() != values.dtype() || gates.track_op() || values.track_op() {
+    if gates.track_op() || values.track_op() {
         return None;
     }
-    let call = gate_call(gates, values, activation).ok()?;
+    check_shapes(gates, values).ok()?;
+    let call = metal_call(gates, values, activation).ok()?;
     let product = run_checked(&call, &METAL_GATE_CASE, values)?;
     Some(product.and_then(|rows| rows.reshape(values.shape())))
 }
 
-fn gate_call(gates: &Tensor, values: &Tensor, activation: Activation) -> Result<MetalRows> {
-    let rows = |tensor: &Tensor| with_four_dimensions(&with_contiguous_rows(tensor)?);
-    Ok(MetalRows::Gate(GateCall { gates: rows(gates)?, values: rows(values)?, activation }))
+fn metal_call(gates: &Tensor, values: &Tensor, activation: Activation) -> Result<MetalRows> {
+    gate_call(&with_contiguous_rows(gates)?, &with_contiguous_rows(values)?, activation).map(MetalRows::Gate)
 }
 
 /// Computes values times gates of each activation by the kernel and by the CPU.
@@ -51,7 +49,7 @@ fn gate_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
         ("the values times a sigmoid", Activation::Sigmoid, candle_nn::ops::sigmoid(&wide_gates)?),
         ("the values times softplus", Activation::Softplus, wide_gates.exp()?.affine(1.0, 1.0)?.log()?),
     ] {
-        let found = gate_call(&own_gates, &own_values, activation)?.forward()?;
+        let found = metal_call(&own_gates, &own_values, activation)?.forward()?;
         compared.push(ComparedResult { name, found, expected: factors.mul(&wide_values)? });
     }
     Ok(compared)

@@ -128,45 +128,53 @@ pub(super) fn is_constant(tensor: &Tensor, dtype: DType) -> bool {
     tensor.dtype() == dtype && !tensor.track_op()
 }
 
-/// Computes a layer with bias, activation and residual, and a gated one, by the kernel and by the CPU.
+/// Computes layers by the kernel and by the CPU.
 fn rows_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    let (rows, outputs, inputs) = (3, 37, 264);
-    let numbers = |dims: &[usize], seed: u64| case_numbers(dims, seed, dtype);
-    let all = [
-        numbers(&[rows, inputs], 1)?,
-        numbers(&[outputs, inputs], 2)?,
-        numbers(&[outputs], 3)?,
-        numbers(&[outputs, inputs], 4)?,
-        numbers(&[rows, outputs], 5)?,
-    ];
-    let on_device = |tensor: &Tensor| tensor.to_device(device);
-    let [xs, weight, bias, up_weight, residual] = all.each_ref().map(on_device);
-    let (xs, linear) = (xs?, LinearParameters { weight: weight?, bias: Some(bias?) });
-    let up = LinearParameters { weight: up_weight?, bias: None };
-    let output = |call: LinearRowsCall| -> Result<Tensor> {
+    compare_rows(3, 264, device, dtype, |call| {
         call.plan()?;
-        record(OP, &[], call.forward()?, (rows, outputs), |_, _| Ok(Vec::new()))
-    };
+        let shape = (call.xs.dim(0)?, call.linear.weight.dim(0)?);
+        record(OP, &[], call.forward()?, shape, |_, _| Ok(Vec::new()))
+    })
+}
+
+/// Computes a layer with bias, activation and residual, and a gated one, by a kernel and by the CPU.
+pub(super) fn compare_rows(
+    rows: usize,
+    inputs: usize,
+    device: &Device,
+    dtype: DType,
+    by_kernel: impl Fn(LinearRowsCall) -> Result<Tensor>,
+) -> Result<Vec<ComparedResult>> {
+    let outputs = 37;
+    let numbers = |dims: &[usize], seed: u64| case_numbers(dims, seed, dtype);
+    let xs = numbers(&[rows, inputs], 1)?;
+    let weight = numbers(&[outputs, inputs], 2)?;
+    let bias = numbers(&[outputs], 3)?;
+    let up_weight = numbers(&[outputs, inputs], 4)?;
+    let residual = numbers(&[rows, outputs], 5)?;
+    let own = |tensor: &Tensor| tensor.to_device(device);
+    let linear = LinearParameters { weight: own(&weight)?, bias: Some(own(&bias)?) };
+    let up = LinearParameters { weight: own(&up_weight)?, bias: None };
     let plain = LinearRowsCall {
-        xs: xs.clone(),
+        xs: own(&xs)?,
         linear: linear.clone(),
         activation: Some(Activation::Gelu),
         up: None,
-        residual: Some(residual?),
+        residual: Some(own(&residual)?),
     };
-    let gated = LinearRowsCall { xs, linear, activation: Some(Activation::Silu), up: Some(up), residual: None };
+    let gated =
+        LinearRowsCall { xs: own(&xs)?, linear, activation: Some(Activation::Silu), up: Some(up), residual: None };
 
-    let [wide_xs, wide_weight, wide_bias, wide_up, wide_residual] = all.each_ref().map(|own| own.to_dtype(DType::F64));
-    let wide_xs = wide_xs?;
-    let product = wide_xs.matmul(&wide_weight?.t()?)?.broadcast_add(&wide_bias?)?;
-    let factors = wide_xs.matmul(&wide_up?.t()?)?;
+    let wide = |tensor: &Tensor| tensor.to_dtype(DType::F64);
+    let product = wide(&xs)?.matmul(&wide(&weight)?.t()?)?.broadcast_add(&wide(&bias)?)?;
+    let factors = wide(&xs)?.matmul(&wide(&up_weight)?.t()?)?;
     Ok(vec![
         ComparedResult {
             name: "the output",
-            found: output(plain)?,
-            expected: product.gelu_erf()?.add(&wide_residual?)?,
+            found: by_kernel(plain)?,
+            expected: product.gelu_erf()?.add(&wide(&residual)?)?,
         },
-        ComparedResult { name: "the gated output", found: output(gated)?, expected: product.silu()?.mul(&factors)? },
+        ComparedResult { name: "the gated output", found: by_kernel(gated)?, expected: product.silu()?.mul(&factors)? },
     ])
 }
 

@@ -2,14 +2,14 @@
 
 use std::ops::Range;
 
-use candle_attention_cuda::{Activation, LinearParameters, LinearRowsCall};
+use candle_attention_cuda::{LinearParameters, LinearRowsCall};
 use candle_attention_metal::MetalRows;
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::PackedLinear;
-use super::cuda::{ElementRows, RowsEpilogue};
+use super::cuda::{ElementRows, RowsEpilogue, compare_rows};
 use super::product::cuda_activation;
-use crate::base::first_use::{ComparedResult, FirstUseCase, case_numbers};
+use crate::base::first_use::{ComparedResult, FirstUseCase};
 use crate::metal_rows::run_checked;
 
 /// The case of linear layers of few rows.
@@ -45,44 +45,13 @@ pub(super) fn rows_on_metal(
     Some(outputs.and_then(|rows| rows.reshape(shape)))
 }
 
-/// Computes a layer with bias, activation and residual, and a gated one, by the kernel and by the CPU: one row and
-/// several, of widths that are and are not a multiple of 16 bytes.
+/// Computes layers of one row and of several by the kernel and by the CPU, of widths that are and are not a multiple of
+/// 16 bytes.
 fn linear_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
     let mut compared = Vec::new();
     for (rows, inputs) in [(1, 1056), (3, 264), (8, 75)] {
-        let outputs = 37;
-        let numbers = |dims: &[usize], seed: u64| case_numbers(dims, seed, dtype);
-        let xs = numbers(&[rows, inputs], 1)?;
-        let weight = numbers(&[outputs, inputs], 2)?;
-        let bias = numbers(&[outputs], 3)?;
-        let up_weight = numbers(&[outputs, inputs], 4)?;
-        let residual = numbers(&[rows, outputs], 5)?;
-        let own = |tensor: &Tensor| tensor.to_device(device);
-        let linear = LinearParameters { weight: own(&weight)?, bias: Some(own(&bias)?) };
-        let up = LinearParameters { weight: own(&up_weight)?, bias: None };
-        let output = |call: LinearRowsCall| MetalRows::Linear(call.into()).forward();
-        let plain = LinearRowsCall {
-            xs: own(&xs)?,
-            linear: linear.clone(),
-            activation: Some(Activation::Gelu),
-            up: None,
-            residual: Some(own(&residual)?),
-        };
-        let gated =
-            LinearRowsCall { xs: own(&xs)?, linear, activation: Some(Activation::Silu), up: Some(up), residual: None };
-        let wide = |tensor: &Tensor| tensor.to_dtype(DType::F64);
-        let product = wide(&xs)?.matmul(&wide(&weight)?.t()?)?.broadcast_add(&wide(&bias)?)?;
-        let factors = wide(&xs)?.matmul(&wide(&up_weight)?.t()?)?;
-        compared.push(ComparedResult {
-            name: "the output",
-            found: output(plain)?,
-            expected: product.gelu_erf()?.add(&wide(&residual)?)?,
-        });
-        compared.push(ComparedResult {
-            name: "the gated output",
-            found: output(gated)?,
-            expected: product.silu()?.mul(&factors)?,
-        });
+        let by_kernel = |call: LinearRowsCall| MetalRows::Linear(call.into()).forward();
+        compared.extend(compare_rows(rows, inputs, device, dtype, by_kernel)?);
     }
     Ok(compared)
 }

@@ -100,13 +100,7 @@ impl CudaNorm {
     /// Returns the norm as [`plan`](Self::plan) does, whether or not the kernels passed their check.
     fn unchecked(norm: RowNorm, xs: &Tensor, affine: &Affine) -> Result<Self> {
         let xs = with_contiguous_rows(xs)?;
-        let kernels = NormCall {
-            xs: with_four_dimensions(&xs.detach())?,
-            weight: affine.weight.detach(),
-            bias: affine.bias.as_ref().map(Tensor::detach),
-            subtracts_mean: norm.subtracts_mean,
-            eps: norm.eps.into(),
-        };
+        let kernels = norm_call(norm, &xs, affine)?;
         kernels.plan()?;
         Ok(Self { xs, affine: affine.clone(), kernels })
     }
@@ -124,6 +118,17 @@ impl CudaNorm {
             Ok(vec![Some(found.xs.reshape(&shape)?), found.weight, found.bias])
         })
     }
+}
+
+/// Returns the call of the kernels for rows (D,), (T, D), (B, T, D) or (B, T, H, D), each of which is contiguous.
+pub(super) fn norm_call(norm: RowNorm, xs: &Tensor, affine: &Affine) -> Result<NormCall> {
+    Ok(NormCall {
+        xs: with_four_dimensions(&xs.detach())?,
+        weight: affine.weight.detach(),
+        bias: affine.bias.as_ref().map(Tensor::detach),
+        subtracts_mean: norm.subtracts_mean,
+        eps: norm.eps.into(),
+    })
 }
 
 /// Computes norms with all gradients by the kernels and by the CPU.

@@ -1,13 +1,13 @@
 //! Norms by their Metal kernel. Nothing is tracked for gradients.
 
-use candle_attention_cuda::NormCall;
 use candle_attention_metal::MetalRows;
 use candle_core::{DType, Device, Result, Tensor};
 
+use super::cuda::norm_call;
 use super::passes::RowNorm;
 use super::rows::Affine;
 use crate::base::first_use::{ComparedResult, FirstUseCase, case_numbers};
-use crate::base::rowwise::{with_contiguous_rows, with_four_dimensions};
+use crate::base::rowwise::with_contiguous_rows;
 use crate::metal_rows::run_checked;
 
 /// The case of norms, with rows that a simdgroup computes and wider ones.
@@ -21,18 +21,12 @@ pub(super) fn norm_on_metal(norm: RowNorm, xs: &Tensor, affine: &Affine) -> Opti
     if is_tracked || affine.weight.dtype() != DType::F32 {
         return None;
     }
-    let normed = run_checked(&norm_call(norm, xs, affine).ok()?, &METAL_NORM_CASE, xs)?;
+    let normed = run_checked(&metal_call(norm, xs, affine).ok()?, &METAL_NORM_CASE, xs)?;
     Some(normed.and_then(|rows| rows.reshape(xs.shape())))
 }
 
-fn norm_call(norm: RowNorm, xs: &Tensor, affine: &Affine) -> Result<MetalRows> {
-    Ok(MetalRows::Norm(NormCall {
-        xs: with_four_dimensions(&with_contiguous_rows(xs)?)?,
-        weight: affine.weight.clone(),
-        bias: affine.bias.clone(),
-        subtracts_mean: norm.subtracts_mean,
-        eps: norm.eps.into(),
-    }))
+fn metal_call(norm: RowNorm, xs: &Tensor, affine: &Affine) -> Result<MetalRows> {
+    norm_call(norm, &with_contiguous_rows(xs)?, affine).map(MetalRows::Norm)
 }
 
 /// Computes norms with and without a mean by the kernel and by the CPU.
@@ -48,7 +42,7 @@ fn norm_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
             let own_bias = has_bias.then(|| bias.to_device(on)).transpose()?;
             Ok(Affine { weight: weight.to_device(on)?, bias: own_bias })
         };
-        let found = norm_call(norm, &xs.to_device(device)?, &affine(device)?)?.forward()?;
+        let found = metal_call(norm, &xs.to_device(device)?, &affine(device)?)?.forward()?;
         let expected = norm.apply(&xs.to_dtype(DType::F32)?, &affine(&Device::Cpu)?)?;
         compared.push(ComparedResult { name, found, expected });
     }
