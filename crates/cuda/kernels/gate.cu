@@ -6,6 +6,7 @@
 
 #include "activations.cuh"
 #include "gate_arguments.cuh"
+#include "row_places.cuh"
 
 // The columns that a warp computes.
 struct GateColumns {
@@ -25,18 +26,11 @@ DEVICE GateColumns gate_columns(const GateArguments& arguments) {
     return own;
 }
 
-// The first element of a row.
-DEVICE i64 gate_row_start(const GateArguments& arguments, const RowStrides& strides, int row) {
-    const int token = row / arguments.heads;
-    return token / arguments.tokens * strides.sequence + token % arguments.tokens * strides.row +
-           row % arguments.heads * strides.head;
-}
-
 KERNEL(gate_forward, GATE_WARPS * 32, 1, GateArguments) {
     const GateColumns own = gate_columns(arguments);
     if (own.row >= arguments.entries * arguments.tokens * arguments.heads) return;
-    const i64 gates = gate_row_start(arguments, arguments.gate_strides, own.row);
-    const i64 values = gate_row_start(arguments, arguments.value_strides, own.row);
+    const i64 gates = row_start(arguments.gate_strides, arguments.tokens, arguments.heads, own.row);
+    const i64 values = row_start(arguments.value_strides, arguments.tokens, arguments.heads, own.row);
     for (int c = own.begin; c < own.end; c += 32) {
         const float gate = load_element(arguments.gates, gates + c * arguments.gate_column_stride);
         const float value = load_element(arguments.values, values + c);
@@ -48,9 +42,9 @@ KERNEL(gate_forward, GATE_WARPS * 32, 1, GateArguments) {
 KERNEL(gate_backward, GATE_WARPS * 32, 1, GateArguments) {
     const GateColumns own = gate_columns(arguments);
     if (own.row >= arguments.entries * arguments.tokens * arguments.heads) return;
-    const i64 gates = gate_row_start(arguments, arguments.gate_strides, own.row);
-    const i64 values = gate_row_start(arguments, arguments.value_strides, own.row);
-    const i64 gradients = gate_row_start(arguments, arguments.output_gradient_strides, own.row);
+    const i64 gates = row_start(arguments.gate_strides, arguments.tokens, arguments.heads, own.row);
+    const i64 values = row_start(arguments.value_strides, arguments.tokens, arguments.heads, own.row);
+    const i64 gradients = row_start(arguments.output_gradient_strides, arguments.tokens, arguments.heads, own.row);
     const i64 to = (i64)own.row * arguments.width;
     const bool is_shared = arguments.gate_column_stride == 0;
     float sum = 0;

@@ -11,6 +11,7 @@
 
 #include "norm_arguments.cuh"
 #include "row_elements.cuh"
+#include "row_places.cuh"
 
 // The threads of a row.
 struct RowThreads {
@@ -30,13 +31,6 @@ DEVICE RowThreads row_threads(const NormArguments& arguments) {
 // Returns whether there is such a row. All threads of a barrier have the same answer.
 DEVICE bool has_row(const NormArguments& arguments, int row) {
     return row < arguments.entries * arguments.tokens * arguments.heads;
-}
-
-// The first element of a row.
-DEVICE i64 row_start(const NormArguments& arguments, const RowStrides& strides, int row) {
-    const int token = row / arguments.heads;
-    return token / arguments.tokens * strides.sequence + token % arguments.tokens * strides.row +
-           row % arguments.heads * strides.head;
 }
 
 // The first weight of a row.
@@ -62,7 +56,7 @@ struct Moments {
 };
 
 DEVICE Moments row_moments(const NormArguments& arguments, const RowThreads& threads) {
-    const i64 from = row_start(arguments, arguments.input_strides, threads.row);
+    const i64 from = row_start(arguments.input_strides, arguments.tokens, arguments.heads, threads.row);
     Moments moments;
     moments.mean = 0;
     if (arguments.subtracts_mean) {
@@ -83,7 +77,7 @@ KERNEL(norm_forward, ROW_NORM_WARPS * 32, 1, NormArguments) {
     const RowThreads threads = row_threads(arguments);
     if (!has_row(arguments, threads.row)) return;
     const Moments moments = row_moments(arguments, threads);
-    const i64 from = row_start(arguments, arguments.input_strides, threads.row);
+    const i64 from = row_start(arguments.input_strides, arguments.tokens, arguments.heads, threads.row);
     const i64 to = (i64)threads.row * arguments.width, weights = weight_start(arguments, threads.row);
     for (int c = threads.lane; c < arguments.width; c += threads.count) {
         const float normed = (load_element(arguments.inputs, from + c) - moments.mean) * moments.factor;
@@ -97,8 +91,8 @@ KERNEL(norm_backward, ROW_NORM_WARPS * 32, 1, NormArguments) {
     const RowThreads threads = row_threads(arguments);
     if (!has_row(arguments, threads.row)) return;
     const Moments moments = row_moments(arguments, threads);
-    const i64 from = row_start(arguments, arguments.input_strides, threads.row);
-    const i64 gradients = row_start(arguments, arguments.output_gradient_strides, threads.row);
+    const i64 from = row_start(arguments.input_strides, arguments.tokens, arguments.heads, threads.row);
+    const i64 gradients = row_start(arguments.output_gradient_strides, arguments.tokens, arguments.heads, threads.row);
     const i64 to = (i64)threads.row * arguments.width, weights = weight_start(arguments, threads.row);
     // The components of the normed row's gradient along ones and along the normed row do not reach the inputs.
     float sum = 0, along = 0;
@@ -133,8 +127,9 @@ KERNEL(norm_parameter_gradients, ROW_NORM_COLUMNS, 1, NormArguments) {
     float of_weight = 0, of_bias = 0;
     for (int index = part; index < rows; index += arguments.parts) {
         const int row = has_weights_of_heads ? index * arguments.heads + head : index;
-        const i64 at = row_start(arguments, arguments.input_strides, row) + column;
-        const i64 gradient_at = row_start(arguments, arguments.output_gradient_strides, row) + column;
+        const i64 at = row_start(arguments.input_strides, arguments.tokens, arguments.heads, row) + column;
+        const i64 gradient_at =
+            row_start(arguments.output_gradient_strides, arguments.tokens, arguments.heads, row) + column;
         const float gradient = load_element(arguments.output_gradient, gradient_at);
         const float x = load_element(arguments.inputs, at) - load_global(arguments.means + row);
         of_weight += gradient * x * load_global(arguments.factors + row);

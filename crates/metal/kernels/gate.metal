@@ -4,13 +4,7 @@
 #include "activations.cuh"
 #include "gate_arguments.cuh"
 #include "gate_buffers.metal"
-
-// The first element of a row.
-DEVICE i64 gate_row_start(const LOCAL GateArguments& arguments, const LOCAL RowStrides& strides, int row) {
-    const int token = row / arguments.heads;
-    return token / arguments.tokens * strides.sequence + token % arguments.tokens * strides.row +
-           row % arguments.heads * strides.head;
-}
+#include "row_places.cuh"
 
 KERNEL_WITH(GateArguments, GATE, gate_forward, GATE_WARPS * 32) {
     GateArguments arguments;
@@ -21,8 +15,8 @@ KERNEL_WITH(GateArguments, GATE, gate_forward, GATE_WARPS * 32) {
     if (row >= rows) return;
     const int begin = column_block * arguments.columns + (int)thread_index % 32;
     const int end = smaller((column_block + 1) * arguments.columns, arguments.width);
-    const i64 gates = gate_row_start(arguments, arguments.gate_strides, row);
-    const i64 values = gate_row_start(arguments, arguments.value_strides, row);
+    const i64 gates = row_start(arguments.gate_strides, arguments.tokens, arguments.heads, row);
+    const i64 values = row_start(arguments.value_strides, arguments.tokens, arguments.heads, row);
     for (int c = begin; c < end; c += 32) {
         const float gate = load_element(arguments.gates, gates + c * arguments.gate_column_stride);
         const float value = load_element(arguments.values, values + c);

@@ -6,6 +6,7 @@
 #include "norm_arguments.cuh"
 #include "norm_buffers.metal"
 #include "row_elements.cuh"
+#include "row_places.cuh"
 
 // The threads of a row.
 struct RowThreads {
@@ -14,13 +15,6 @@ struct RowThreads {
     int lane;  // the first column of the thread
     int count; // the columns between two of the thread
 };
-
-// The first element of a row.
-DEVICE i64 row_start(const LOCAL NormArguments& arguments, const LOCAL RowStrides& strides, int row) {
-    const int token = row / arguments.heads;
-    return token / arguments.tokens * strides.sequence + token % arguments.tokens * strides.row +
-           row % arguments.heads * strides.head;
-}
 
 // The sum over the threads of a row, in every thread.
 DEVICE float row_sum(const LOCAL NormArguments& arguments, const LOCAL RowThreads& threads, SHARED(float) sums,
@@ -46,7 +40,7 @@ KERNEL_WITH(NormArguments, NORM, norm_forward, ROW_NORM_WARPS * 32) {
     threads.row = (int)group_index * (ROW_NORM_WARPS / arguments.row_warps) + threads.index / threads.count;
     // All threads of a barrier have the same answer.
     if (threads.row >= arguments.entries * arguments.tokens * arguments.heads) return;
-    const i64 from = row_start(arguments, arguments.input_strides, threads.row);
+    const i64 from = row_start(arguments.input_strides, arguments.tokens, arguments.heads, threads.row);
     float mean = 0;
     if (arguments.subtracts_mean) {
         float sum = 0;
