@@ -27,22 +27,23 @@ impl MetalBackwardTile {
         ROWS.into_iter().map(tile).find(fits).unwrap_or(tile(ROWS[ROWS.len() - 1]))
     }
 
-    /// Returns the keys of a threadgroup of the kernel of keys, and the queries of one of the kernel of queries.
+    /// Returns the number of keys of a threadgroup of the kernel of keys, and of queries of one of the kernel of
+    /// queries.
     pub fn block(&self) -> usize {
         8 * SIMDGROUPS
     }
 
-    /// Returns the parts of the gradient of a slope that a threadgroup of the kernel of keys stores.
+    /// Returns the number of parts of the gradient of a slope that a threadgroup of the kernel of keys stores.
     pub fn slope_parts(&self) -> usize {
         SIMDGROUPS
     }
 
-    /// Returns the threads of a threadgroup.
+    /// Returns the number of threads of a threadgroup.
     pub fn threads(&self) -> usize {
         32 * SIMDGROUPS
     }
 
-    /// Returns the bytes of one side of a tile.
+    /// Returns the number of bytes of one side of a tile.
     fn side_bytes(&self, columns: usize) -> usize {
         self.rows * (columns * self.element_bytes + ROW_PADDING)
     }
@@ -62,7 +63,7 @@ impl MetalBackwardTile {
         (self.key_bias_gradients_at() + 4 * self.block() * (self.rows + 1)).next_multiple_of(16)
     }
 
-    /// Returns the bytes of threadgroup memory of the kernel of keys.
+    /// Returns the number of bytes of threadgroup memory of the kernel of keys.
     pub fn key_shared_bytes(&self) -> usize {
         self.key_answers_at() + 4 * SIMDGROUPS
     }
@@ -72,7 +73,7 @@ impl MetalBackwardTile {
         self.behind_tile() + 8 * SIMDGROUPS
     }
 
-    /// Returns the bytes of threadgroup memory of the kernel of queries.
+    /// Returns the number of bytes of threadgroup memory of the kernel of queries.
     pub fn query_shared_bytes(&self) -> usize {
         self.query_answers_at() + 4 * SIMDGROUPS
     }

@@ -15,7 +15,7 @@ pub(crate) struct MetalLaunch {
     pub groups: usize,
     /// The number of threads of a threadgroup.
     pub threads: usize,
-    /// The bytes of threadgroup memory.
+    /// The number of bytes of threadgroup memory.
     pub shared_bytes: usize,
     /// The pairs of a launch of the kernel of the gradients of keys, and of the one that sums the gradients of a
     /// relative bias; `None` for the others.

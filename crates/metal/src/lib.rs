@@ -1,8 +1,11 @@
 #![doc = include_str!("../README.md")]
-// Launches on Metal are compiled for Apple's systems. Elsewhere, and with the emulator, nothing uses their parts.
 #![cfg_attr(
     not(all(feature = "metal", any(target_vendor = "apple", metal_check), not(feature = "emulator"))),
-    allow(dead_code)
+    allow(
+        dead_code,
+        reason = "launches on Metal are compiled for Apple's systems: elsewhere, and with the emulator, nothing uses \
+                  their parts"
+    )
 )]
 // `ci/metal.sh` sets `metal_check`, to type-check them on other systems.
 #![allow(unexpected_cfgs)]

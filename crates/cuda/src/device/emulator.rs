@@ -42,7 +42,7 @@ pub struct EmulatedLaunch<'a> {
     pub blocks: u64,
     /// The number of threads of a block.
     pub threads: u32,
-    /// The bytes of shared memory of a block.
+    /// The number of bytes of shared memory of a block.
     pub shared_bytes: u32,
     /// The memory that the kernel may access.
     pub regions: &'a [Region],

@@ -23,7 +23,7 @@ pub(crate) struct Launch {
     pub grid: Grid,
     /// The number of threads of a block.
     pub threads: usize,
-    /// The bytes of shared memory of a block.
+    /// The number of bytes of shared memory of a block.
     pub shared_bytes: usize,
 }
 

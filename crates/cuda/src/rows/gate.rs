@@ -13,7 +13,7 @@ use crate::kernel_struct::kernel_struct;
 use crate::program::KernelShape;
 use crate::unsupported::Unsupported;
 
-/// The columns of a warp in a row whose gate is as wide.
+/// The number of columns of a warp in a row whose gate is as wide.
 const COLUMNS: usize = 256;
 
 const FORWARD: KernelShape = KernelShape { name: "gate_forward", threads: GATE_WARPS * 32, shared_bytes: 0 };
@@ -89,22 +89,22 @@ kernel_struct! {
         /// 1, or 0 if G is 1.
         pub gate_column_stride: i64,
         // ---- sizes ----
-        /// B, the entries of the batch.
+        /// B, the number of entries of the batch.
         pub entries: i32,
-        /// T, the tokens of an entry.
+        /// T, the number of tokens of an entry.
         pub tokens: i32,
-        /// H, the heads.
+        /// H, the number of heads.
         pub heads: i32,
-        /// D, the columns of a row.
+        /// D, the number of columns of a row.
         pub width: i32,
-        /// The columns of a warp; all of a row if G is 1.
+        /// The number of columns of a warp; all of a row if G is 1.
         pub columns: i32,
         // ---- options ----
         /// One of the constants in activations.cuh.
         pub activation: i32,
     }
 
-    /// The warps of a block.
+    /// The number of warps of a block.
     const GATE_WARPS: usize = 4;
 }
 

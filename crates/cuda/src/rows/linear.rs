@@ -13,7 +13,7 @@ use crate::kernel_struct::kernel_struct;
 use crate::program::{Define, KernelShape};
 use crate::unsupported::Unsupported;
 
-/// The bytes that a lane loads at once.
+/// The number of bytes that a lane loads at once.
 const LOAD_BYTES: usize = 16;
 
 /// The numbers of rows that programs are compiled for.
@@ -87,13 +87,13 @@ kernel_struct! {
         /// (M, N).
         pub output: OutputPointer<Elements>,
         // ---- sizes ----
-        /// From 1 to LINEAR_ROWS.
+        /// M, the number of rows, from 1 to LINEAR_ROWS.
         pub rows: i32,
-        /// K, the columns of the inputs.
+        /// K, the number of columns of the inputs.
         pub width: i32,
-        /// N, the outputs of a row.
+        /// N, the number of outputs of a row.
         pub outputs: i32,
-        /// The warps that share the columns of a product: 1, 2, 4 or 8.
+        /// The number of warps that share the columns of a product: 1, 2, 4 or 8.
         pub product_warps: i32,
         // ---- options ----
         /// Whether rows of inputs and weights begin and end at multiples of 16 bytes.
@@ -102,7 +102,7 @@ kernel_struct! {
         pub activation: i32,
     }
 
-    /// The warps of a block.
+    /// The number of warps of a block.
     pub(super) const LINEAR_WARPS: usize = 8;
     /// The activation of outputs that have none.
     pub(super) const LINEAR_NO_ACTIVATION: i32 = -1;

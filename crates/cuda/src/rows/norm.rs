@@ -111,18 +111,18 @@ kernel_struct! {
         /// D, or 0 if all heads have the same weights.
         pub weight_head_stride: i64,
         // ---- sizes ----
-        /// B, the entries of the batch.
+        /// B, the number of entries of the batch.
         pub entries: i32,
-        /// T, the tokens of an entry.
+        /// T, the number of tokens of an entry.
         pub tokens: i32,
-        /// H, the heads.
+        /// H, the number of heads.
         pub heads: i32,
-        /// D, the columns of a row.
+        /// D, the number of columns of a row.
         pub width: i32,
-        /// Groups of rows whose gradients of weights are added up separately.
+        /// The number of groups of rows whose gradients of weights are added up separately.
         pub parts: i32,
         // ---- options and numbers ----
-        /// The warps that compute a row: 1, or ROW_NORM_WARPS.
+        /// The number of warps that compute a row: 1, or ROW_NORM_WARPS.
         pub row_warps: i32,
         /// 1: the mean of a row is subtracted; 0: its variance is the mean square.
         pub subtracts_mean: i32,
@@ -130,11 +130,11 @@ kernel_struct! {
         pub epsilon: f32,
     }
 
-    /// The warps of a block of the kernels that compute rows.
+    /// The number of warps of a block of the kernels that compute rows.
     const ROW_NORM_WARPS: usize = 8;
-    /// The shared memory of a block of these kernels, a number for each warp.
+    /// The bytes of shared memory of a block of these kernels, for a number of each warp.
     const ROW_NORM_SHARED: usize = ROW_NORM_WARPS * 4;
-    /// The columns of a block of the kernels that add up gradients of weights and biases.
+    /// The number of columns of a block of the kernels that add up gradients of weights and biases.
     const ROW_NORM_COLUMNS: usize = 128;
 }
 

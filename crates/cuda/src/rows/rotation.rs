@@ -76,17 +76,17 @@ kernel_struct! {
         /// From sequence to sequence: T, or 0 if all have the same rows.
         pub angle_rows_stride: i64,
         // ---- sizes ----
-        /// B, the entries of the batch.
+        /// B, the number of entries of the batch.
         pub entries: i32,
-        /// T, the tokens of an entry.
+        /// T, the number of tokens of an entry.
         pub tokens: i32,
-        /// H, the heads.
+        /// H, the number of heads.
         pub heads: i32,
-        /// D, the columns of a row.
+        /// D, the number of columns of a row.
         pub width: i32,
-        /// The columns that are rotated, divided by 2.
+        /// The number of columns that are rotated, divided by 2.
         pub pairs: i32,
-        /// The rows of `cosines` and of `sines`.
+        /// The number of rows of `cosines` and of `sines`.
         pub angle_row_count: i32,
         // ---- options ----
         /// The row of the angles of the first token, without `angle_rows`.
@@ -99,7 +99,7 @@ kernel_struct! {
         pub reserved: i32,
     }
 
-    /// The threads of a block.
+    /// The number of threads of a block.
     const ROTATION_THREADS: usize = 256;
 }
 

@@ -24,9 +24,9 @@ pub struct ForwardRowsLaunch {
     pub defines: Vec<Define>,
     /// The number of blocks.
     pub blocks: usize,
-    /// The threads of a block.
+    /// The number of threads of a block.
     pub threads: usize,
-    /// The bytes of shared memory of a block.
+    /// The number of bytes of shared memory of a block.
     pub shared_bytes: usize,
     /// The dimensions of the output, in the dtype of the elements.
     pub output: Vec<usize>,
