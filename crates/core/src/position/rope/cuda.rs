@@ -1,7 +1,7 @@
 //! The rotation of heads by its CUDA kernel, which reads heads of any strides in their own dtype.
 
 use candle_attention_cuda::{AngleRows, RotationCall};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{RopeConfig, RopeStyle, RotaryEmbedding, Rotation};
 use crate::position::Positions;
@@ -16,11 +16,8 @@ pub const ROTATION_CASE: FirstUseCase =
 impl Rotation {
     /// Rotates heads (B, T, H, D) as [`apply`](Self::apply) does; `None` if the kernel does not support the call.
     pub(super) fn by_kernel(&self, xs: &Tensor) -> Result<Option<Tensor>> {
-        if self.parts > 1 && self.style == RopeStyle::RotateHalf {
-            return Ok(None);
-        }
         let xs = with_contiguous_rows(xs)?;
-        let kernel = self.kernel(&xs)?;
+        let Some(kernel) = self.kernel(&xs)? else { return Ok(None) };
         if kernel.plan().is_err() || ROTATION_CASE.check(xs.device(), xs.dtype()).is_err() {
             return Ok(None);
         }
@@ -29,8 +26,12 @@ impl Rotation {
         record("rotary-embedding", &[Some(&xs)], kernel.forward()?, xs.shape(), backward).map(Some)
     }
 
-    /// Returns the call of the kernel for heads (B, T, H, D) with contiguous rows.
-    pub(super) fn kernel(&self, xs: &Tensor) -> Result<RotationCall> {
+    /// Returns the call of a GPU's kernel for heads (B, T, H, D) with contiguous rows; `None` if entries are paired
+    /// half of a part apart, which no kernel does.
+    pub(super) fn kernel(&self, xs: &Tensor) -> Result<Option<RotationCall>> {
+        if self.parts > 1 && self.style == RopeStyle::RotateHalf {
+            return Ok(None);
+        }
         let device = xs.device();
         let tables = self.angles.on(device)?;
         let in_a_row = self.index.windows(2).all(|pair| pair[1] == pair[0] + 1);
@@ -41,14 +42,14 @@ impl Rotation {
                 AngleRows::Each(uploaded(rows, &[self.index.len()], device)?)
             }
         };
-        Ok(RotationCall {
+        Ok(Some(RotationCall {
             xs: xs.detach(),
             cosines: tables.cos,
             sines: tables.sin,
             angle_rows,
             interleaved: self.style == RopeStyle::Interleaved,
             inverse: self.inverse,
-        })
+        }))
     }
 }
 
@@ -63,7 +64,7 @@ fn rotation_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
     let back = Rotation { inverse: true, ..there.clone() };
     let mut compared = Vec::new();
     for (name, rotation) in [("the rotated heads", there), ("the heads that are rotated back", back)] {
-        let kernel = rotation.kernel(&own)?;
+        let Some(kernel) = rotation.kernel(&own)? else { bail!("[rope] no kernel rotates whole heads") };
         kernel.plan()?;
         let found = record("rotary-embedding", &[], kernel.forward()?, own.shape(), |_, _| Ok(Vec::new()))?;
         compared.push(ComparedResult { name, found, expected: rotation.apply(&wide)? });

@@ -2,7 +2,7 @@
 //! for gradients.
 
 use candle_attention_metal::{MetalRows, is_available};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{RopeConfig, RopeStyle, RotaryEmbedding, Rotation};
 use crate::position::Positions;
@@ -21,7 +21,8 @@ impl Rotation {
             return Ok(None);
         }
         let rows = with_contiguous_rows(xs)?;
-        run_checked(&MetalRows::Rotation(self.kernel(&rows)?), &METAL_ROTATION_CASE, &rows).transpose()
+        let Some(kernel) = self.kernel(&rows)? else { return Ok(None) };
+        run_checked(&MetalRows::Rotation(kernel), &METAL_ROTATION_CASE, &rows).transpose()
     }
 }
 
@@ -42,7 +43,8 @@ fn rotation_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
         let there = RotaryEmbedding::new(&config, d)?.at(&positions)?;
         let back = Rotation { inverse: true, ..there.clone() };
         for (name, rotation) in [("the rotated heads", there), ("the heads that are rotated back", back)] {
-            let found = MetalRows::Rotation(rotation.kernel(&own)?).forward()?;
+            let Some(kernel) = rotation.kernel(&own)? else { bail!("[rope] no kernel rotates whole heads") };
+            let found = MetalRows::Rotation(kernel).forward()?;
             compared.push(ComparedResult { name, found, expected: rotation.apply(&wide)? });
         }
     }
@@ -52,6 +54,7 @@ fn rotation_case(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::position::{RopeAxes, RopeAxisLayout};
     use candle_attention_modules::base::first_use::{CaseError, allowed_error};
 
     #[test]
@@ -63,6 +66,28 @@ mod tests {
         for dtype in [DType::F32, DType::BF16] {
             let CaseError { name, error } = METAL_ROTATION_CASE.largest_error(&Device::Cpu, dtype)?;
             assert!(error <= allowed_error(dtype), "{dtype:?}, {name}: {error:e}");
+        }
+        Ok(())
+    }
+
+    /// Checks that heads of several parts run without a kernel if the entries of a pair are half of a part apart.
+    #[test]
+    fn rope_metal_kernel_of_parts_runs_only_if_pairs_are_neighbours() -> Result<()> {
+        if let Err(reason) = is_available(&Device::Cpu) {
+            println!("skipped: {reason}");
+            return Ok(());
+        }
+        let heads = case_numbers(&[1, 2, 3, 8], 1, DType::F32)?;
+        for (style, is_by_kernel) in [(RopeStyle::RotateHalf, false), (RopeStyle::Interleaved, true)] {
+            let axes = RopeAxes::new(vec![2, 2], RopeAxisLayout::AxialParts);
+            let config = RopeConfig::new(100.0).with_style(style).with_axes(axes);
+            let rotation = RotaryEmbedding::new(&config, 8)?.at(&Positions::starting_at(&[4], 2)?)?;
+            let found = rotation.on_metal(&heads)?;
+            assert_eq!(found.is_some(), is_by_kernel, "{style:?}");
+            if let Some(found) = found {
+                let off = (found - rotation.apply(&heads)?)?.abs()?.max_all()?.to_scalar::<f32>()?;
+                assert!(off < 1e-6, "{style:?}: off by {off}");
+            }
         }
         Ok(())
     }
