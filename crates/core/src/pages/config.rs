@@ -103,11 +103,6 @@ impl KvPoolConfig {
         self
     }
 
-    /// Returns whether gradients end at the pool.
-    pub(super) fn is_detached(&self) -> bool {
-        self.detached
-    }
-
     /// Returns the format in which keys and values are stored.
     pub(super) fn format(&self) -> StorageFormat {
         match self.codes {

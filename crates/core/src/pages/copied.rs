@@ -1,7 +1,10 @@
 //! The sequences of a step as a cache: a copy of their keys and values, for calls that no kernel computes from pages.
 
-use candle_core::{D, DType, Result, Tensor};
+use std::ops::Range;
 
+use candle_core::{D, DType, Result, Tensor, bail};
+
+use super::config::OP;
 use super::pool::{KvPool, PagedKeys, write_buffer};
 use crate::cache::{AttentionCache, AttentionCacheConfig, Buffer, GatheredRows};
 
@@ -32,6 +35,19 @@ impl PagedKeys<'_> {
         let values = if self.pool.is_latent() { None } else { Some(joined(&values)?) };
         let rows = GatheredRows { keys, values, d_v: self.pool.sizes().d_v, stored };
         AttentionCache::of_rows(&config, rows, key_dtype)
+    }
+
+    /// Returns the stored keys of sequence `s` of the step as floats, in the order of their positions: (1, H_kv, T_kv,
+    /// D) in the pool's dtype, of codes in `dtype`. It copies them.
+    ///
+    /// # Errors
+    /// If pages of the sequence were released.
+    pub fn keys_of(&self, s: usize, dtype: DType) -> Result<Tensor> {
+        let Range { start: first, end: len } = self.step.sequences().keys(s);
+        if first > 0 {
+            bail!("[{OP}] the pages before position {first} of a sequence were released, expected all of its pages")
+        }
+        self.rows_of(self.pool.keys(), s, len, len)?.floats(dtype)
     }
 
     /// Returns the first `len` stored rows of sequence `s` as (1, H_kv, capacity, ..), with zeros after them.
@@ -77,7 +93,7 @@ impl PagedKeys<'_> {
 impl KvPool {
     /// Returns the config of a cache that stores keys and values as the pool does.
     fn cache_config(&self) -> AttentionCacheConfig {
-        let config = AttentionCacheConfig::new().with_detached(self.config().is_detached());
+        let config = AttentionCacheConfig::new().with_detached(self.config().detached);
         match &self.keys().codes {
             Some(codes) => config.with_codes(codes.format),
             None => config.with_dtype(self.keys().entries.dtype()),

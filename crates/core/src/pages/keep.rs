@@ -71,31 +71,19 @@ impl PageTable {
             moves.from.push(row(len + token));
             moves.to.push(row(len + n));
         }
-        let states = match self.states {
-            Some(_) => Some(kept_states(&stored.states, len, kept)?),
-            None => None,
-        };
+        if self.states.is_some() {
+            let own_states = kept_states(&stored.states, len, kept)?;
+            let before = std::mem::replace(&mut self.sequence_mut(sequence)?.states, own_states.clone());
+            if let Some(states) = &mut self.states {
+                states.release_dropped(&before, &own_states);
+            }
+        }
         if !moves.to.is_empty() {
             self.moved += 1;
             moves.number = self.moved;
         }
-        if let Some(kept_states) = states {
-            self.set_states(sequence, kept_states)?;
-        }
         self.truncate(sequence, end)?;
         Ok(moves)
-    }
-
-    /// Replaces the states of a sequence by some of them, at other positions.
-    fn set_states(&mut self, sequence: SequenceId, kept: Vec<StoredState>) -> Result<()> {
-        let own = self.sequence_mut(sequence)?;
-        let is_dropped = |old: &&StoredState| kept.iter().all(|new| new.state != old.state);
-        let dropped: Vec<_> = own.states.iter().filter(is_dropped).copied().collect();
-        own.states = kept;
-        if let Some(states) = &mut self.states {
-            states.release(&dropped);
-        }
-        Ok(())
     }
 }
 

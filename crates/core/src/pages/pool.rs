@@ -1,7 +1,5 @@
 //! The storage of one layer in pages, and attention to it.
 
-use std::ops::Range;
-
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::config::{KvPoolConfig, OP};
@@ -334,25 +332,6 @@ impl PagedKeys<'_> {
     ) -> Result<Call> {
         let rows = q.squeeze(0)?.transpose(0, 1)?;
         self.pool.call(ATTENTION, &rows, sequences, mask, options)
-    }
-
-    /// Returns the stored keys of sequence `s` of the step as floats, in the order of their positions: (1, H_kv, T_kv,
-    /// D) in the pool's dtype, of codes in `dtype`. It copies them.
-    ///
-    /// # Errors
-    /// If pages of the sequence were released.
-    pub fn keys_of(&self, s: usize, dtype: DType) -> Result<Tensor> {
-        let sequences = self.step.sequences();
-        let Range { start: first, end: len } = sequences.keys(s);
-        if first > 0 {
-            bail!("[{OP}] the pages before position {first} of a sequence were released, expected all of its pages")
-        }
-        let page_size = self.step.page_size;
-        let pages = &sequences.pages(s)[..len.div_ceil(page_size)];
-        let device = self.pool.keys.entries.device();
-        let pages = Tensor::from_slice(pages, pages.len(), device)?;
-        let rows = self.pool.keys.try_map(|pool| pool.index_select(&pages, 0)?.flatten(0, 1)?.narrow(0, 0, len))?;
-        rows.floats(dtype)?.transpose(0, 1)?.unsqueeze(0)
     }
 
     /// Returns the dtype in which attention to the stored keys as floats is computed, for a layer whose keys have

@@ -46,7 +46,7 @@ pub struct StepStates {
 pub struct StateAfter {
     /// The number of the step's tokens of the sequence after which it is the state.
     pub tokens: usize,
-    /// The slot that it is written to.
+    /// The slot that the state is written to.
     pub state: u32,
 }
 
@@ -90,6 +90,15 @@ impl States {
     pub fn release(&mut self, states: &[StoredState]) {
         for stored in states {
             self.allocator.release(stored.state, self.page_before[stored.state as usize].is_some());
+        }
+    }
+
+    /// Removes a sequence from those that have the states that it does not keep.
+    pub fn release_dropped(&mut self, before: &[StoredState], kept: &[StoredState]) {
+        for old in before {
+            if kept.iter().all(|stored| stored.state != old.state) {
+                self.release(&[*old]);
+            }
         }
     }
 

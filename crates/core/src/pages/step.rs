@@ -4,7 +4,7 @@ use std::ops::Deref;
 
 use candle_core::{Result, bail};
 
-use super::states::{OP, StateAfter, StepStates, StoredState, forget_prefix};
+use super::states::{OP, StateAfter, StepStates, forget_prefix};
 use super::table::{PageTable, StepTokens, StoredSequence};
 use crate::sdpa::{PackedSequences, PagedSequences};
 use candle_attention_modules::base::check_memory;
@@ -229,9 +229,7 @@ impl<'t> PagedStep<'t> {
             if let Some(stored) = &mut self.table.slots[sequence.slot].sequence {
                 if let Some(states) = &mut self.table.states {
                     let grown = states.grown(&stored.states, stored.len, &sequence.new_states);
-                    let is_dropped = |old: &StoredState| grown.iter().all(|kept| kept.positions != old.positions);
-                    stored.states.retain(is_dropped);
-                    states.release(&stored.states);
+                    states.release_dropped(&stored.states, &grown);
                     stored.states = grown;
                 }
                 stored.len = sequence.len;

@@ -9,8 +9,8 @@ use super::recurrence::{Recurred, Recurrence, RecurrentInputs};
 use super::state::CachedState;
 use super::tree::is_row;
 use candle_attention_core::internal::{NewTokens, Padding, StoredSteps, tree_of};
-use candle_attention_core::{PageTable, PagedTokens, StepStates, TokenTree};
-use candle_attention_modules::base::{accumulation_dtype, check_memory};
+use candle_attention_core::{PageTable, PagedTokens, TokenTree};
+use candle_attention_modules::base::{accumulation_dtype, check_memory, joined_in_order};
 
 /// The name of the operation in errors.
 const OP: &str = "delta_pool";
@@ -133,21 +133,15 @@ impl DeltaPool {
     }
 }
 
-/// Sequences of a step with the same number of tokens, which are computed as a batch.
-struct PoolBatch<'a> {
-    states: Vec<&'a StepStates>,
-    /// The indices of the tokens of the sequences in the step.
-    rows: Vec<u32>,
-}
-
-/// The nodes of trees that have a depth.
+/// Sequences of a step that store states after the same numbers of tokens, or the nodes of trees that have a depth,
+/// each a sequence of one token. They are computed as a batch.
 #[derive(Default)]
-struct NodesOfDepth {
-    /// The state before each node; `None` for zeros.
+struct PoolBatch {
+    /// The state before each sequence; `None` for zeros.
     before: Vec<Option<u32>>,
-    /// The slot of the state after each node.
-    after: Vec<u32>,
-    /// The index of each node among the tokens of the step.
+    /// The slots of the states of each sequence, in the order of its tokens after which they are stored.
+    after: Vec<Vec<u32>>,
+    /// The indices of the tokens of the sequences in the step.
     rows: Vec<u32>,
 }
 
@@ -174,7 +168,7 @@ impl Recurrence {
         step: &PagedTokens,
         trees: Option<&[TokenTree]>,
     ) -> Result<Tensor> {
-        let mut levels: BTreeMap<usize, NodesOfDepth> = BTreeMap::new();
+        let mut levels: BTreeMap<usize, PoolBatch> = BTreeMap::new();
         let mut batches: BTreeMap<Vec<usize>, PoolBatch> = BTreeMap::new();
         for (s, states) in step.states().iter().enumerate() {
             if let Some(tree) = trees.map(|all| tree_of(all, s)).filter(|tree| !is_row(tree)) {
@@ -183,40 +177,33 @@ impl Recurrence {
                     let level = levels.entry(depth).or_default();
                     let before = parent.map(|parent| states.after[parent].state);
                     level.before.push(before.or(states.before));
-                    level.after.push(states.after[node].state);
+                    level.after.push(vec![states.after[node].state]);
                     level.rows.push((first + node) as u32);
                 }
                 continue;
             }
             let ends: Vec<_> = states.after.iter().map(|after| after.tokens).collect();
             if !ends.is_empty() {
-                let batch = batches.entry(ends).or_insert(PoolBatch { states: Vec::new(), rows: Vec::new() });
-                batch.states.push(states);
+                let batch = batches.entry(ends).or_default();
+                batch.before.push(states.before);
+                batch.after.push(states.after.iter().map(|after| after.state).collect());
                 batch.rows.extend(step.sequences().queries(s).map(|row| row as u32));
             }
         }
+        // Parents come before their children.
+        let nodes = levels.into_values().map(|level| (vec![1], level));
         let mut rows = Vec::new();
         let mut outputs = Vec::new();
-        for (ends, batch) in batches {
+        for (ends, batch) in batches.into_iter().chain(nodes) {
             let ys = self.run_batch(inputs, pool, &batch, &ends)?;
             outputs.push(ys.reshape((1, batch.rows.len(), self.value_heads, self.value_head_dim))?);
             rows.extend(batch.rows);
-        }
-        // Parents come before their children.
-        for level in levels.into_values() {
-            let ys = self.run_nodes(inputs, pool, &level)?;
-            outputs.push(ys.reshape((1, level.rows.len(), self.value_heads, self.value_head_dim))?);
-            rows.extend(level.rows);
         }
         if outputs.is_empty() {
             let shape = (1, 0, self.value_heads, self.value_head_dim);
             return Tensor::zeros(shape, inputs.q.dtype(), inputs.q.device());
         }
-        let mut places = vec![0u32; rows.len()];
-        for (place, &row) in (0..).zip(&rows) {
-            places[row as usize] = place;
-        }
-        Tensor::cat(&outputs, 1)?.contiguous()?.index_select(&Tensor::new(places, inputs.q.device())?, 1)
+        joined_in_order(&outputs, 1, &rows)
     }
 
     /// Computes the recurrence over the tokens of a batch, stores the states after its tokens `ends`, and returns (b,
@@ -228,38 +215,23 @@ impl Recurrence {
         batch: &PoolBatch,
         ends: &[usize],
     ) -> Result<Tensor> {
-        let b = batch.states.len();
+        let b = batch.before.len();
         let own = rows_in_batch(inputs, &batch.rows, b)?;
-        let mut state = pool.states_in(batch.states.iter().map(|states| states.before))?;
+        let mut state = pool.states_in(batch.before.iter().copied())?;
         let mut outputs = Vec::new();
         let mut start = 0;
         for (n, &end) in ends.iter().enumerate() {
             let len = end - start;
-            let padding = Padding { starts: None, valid_lens: None };
-            let tokens = NewTokens::new(OP, vec![start; b], (b, len), padding, |_| String::new())?;
+            let tokens = NewTokens::new(OP, vec![start; b], (b, len), Padding::default(), |_| String::new())?;
             let piece = own.map(|xs| xs.narrow(1, start, len)?.contiguous())?;
             let Recurred { ys, conv_inputs, head_states } = self.run(&piece, Some(&state), Some(&tokens))?;
             let Some(conv_inputs) = conv_inputs else { bail!("[{OP}] the last inputs are missing") };
             state = CachedState { conv_inputs, head_states, ..state };
-            pool.store(&state, batch.states.iter().map(|states| states.after[n].state))?;
+            pool.store(&state, batch.after.iter().map(|slots| slots[n]))?;
             outputs.push(ys);
             start = end;
         }
         Tensor::cat(&outputs, 1)?.contiguous()
-    }
-
-    /// Computes the recurrence over nodes of trees, each after the state of its parent, stores the states after them,
-    /// and returns (b, 1, H, D_v).
-    fn run_nodes(&self, inputs: &RecurrentInputs, pool: &DeltaPool, nodes: &NodesOfDepth) -> Result<Tensor> {
-        let b = nodes.rows.len();
-        let own = rows_in_batch(inputs, &nodes.rows, b)?;
-        let state = pool.states_in(nodes.before.iter().copied())?;
-        let padding = Padding { starts: None, valid_lens: None };
-        let tokens = NewTokens::new(OP, vec![0; b], (b, 1), padding, |_| String::new())?;
-        let Recurred { ys, conv_inputs, head_states } = self.run(&own, Some(&state), Some(&tokens))?;
-        let Some(conv_inputs) = conv_inputs else { bail!("[{OP}] the last inputs are missing") };
-        pool.store(&CachedState { conv_inputs, head_states, ..state }, nodes.after.iter().copied())?;
-        ys.contiguous()
     }
 }
 

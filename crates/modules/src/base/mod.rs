@@ -21,6 +21,7 @@ mod quantized_tensor;
 mod quantized_weight;
 mod query_heads;
 mod reader;
+mod row_order;
 pub mod rowwise;
 mod shard;
 mod spec;
@@ -50,6 +51,7 @@ pub use reader::{
     DRAWN_THEN_ZEROED, LINEAR_WEIGHT, ParameterReader, SCALES, WholeTensors, has, linear_bias, missing_tensor_hint,
     moved_names, root, stored_name,
 };
+pub use row_order::{joined_in_order, rows_of};
 pub use shard::{HeadCounts, HeadShard, Heads, Share};
 pub use spec::{NO_BIAS, ParameterSpec};
 pub use sum::sum_of_terms;

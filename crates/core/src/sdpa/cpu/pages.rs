@@ -14,6 +14,7 @@ use super::super::results::Attended;
 use super::attend_prepared;
 use candle_attention_kernels::InstructionSet;
 use candle_attention_modules::base::rowwise::with_float;
+use candle_attention_modules::base::{joined_in_order, rows_of};
 
 /// Returns the reason why the CPU kernel does not read the pages of a call in place, if there is one. Gradients,
 /// dropout and statistics count keys through all sequences, and are computed from keys in one piece.
@@ -78,7 +79,7 @@ impl PagedCall<'_> {
         let AttentionCall { dims, q, k, v, kv_scales, scores, .. } = &self.prepared;
         let call = self.call;
         let b = sequences.len();
-        let own_q = rows_of(&q.squeeze(0)?.transpose(0, 1)?, rows)?;
+        let own_q = rows_of(&q.squeeze(0)?.transpose(0, 1)?, 0, rows)?;
         let page_size = k.dim(2)?;
         let lens = sequences.iter().map(|&s| self.pages.packed().keys(s).len());
         let t_kv = lens.max().unwrap_or(0);
@@ -138,23 +139,9 @@ fn joined(parts: Vec<Part>, call: &Call) -> Result<Attended> {
         }
         rows.extend(own_rows);
     }
-    let mut places = vec![0; rows.len()];
-    for (place, &row) in (0..).zip(&rows) {
-        places[row as usize] = place;
-    }
-    let in_order = |results: &[Tensor]| rows_of(&Tensor::cat(results, 0)?, &places);
-    let mut attended = Attended::from(in_order(&outputs)?.unsqueeze(0)?.transpose(1, 2)?);
+    let mut attended = Attended::from(joined_in_order(&outputs, 0, &rows)?.unsqueeze(0)?.transpose(1, 2)?);
     if !log_sum_exps.is_empty() {
-        attended.log_sum_exp = Some(in_order(&log_sum_exps)?.t()?.contiguous()?.unsqueeze(0)?);
+        attended.log_sum_exp = Some(joined_in_order(&log_sum_exps, 0, &rows)?.t()?.contiguous()?.unsqueeze(0)?);
     }
     Ok(attended)
-}
-
-/// Returns some rows of a tensor: a view where they follow each other.
-fn rows_of(tensor: &Tensor, rows: &[u32]) -> Result<Tensor> {
-    if rows.windows(2).all(|pair| pair[1] == pair[0] + 1) {
-        let first = rows.first().copied().unwrap_or(0);
-        return tensor.narrow(0, first as usize, rows.len());
-    }
-    tensor.contiguous()?.index_select(&Tensor::new(rows, tensor.device())?, 0)
 }
