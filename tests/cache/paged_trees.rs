@@ -123,6 +123,20 @@ fn mask_tensors_with_pages_apply_to_each_sequence() -> Result<()> {
 }
 
 #[test]
+fn plan_of_tree_over_latents_in_pages_says_that_they_are_copied() -> Result<()> {
+    let own = MultiHeadLatentAttention::new(&latent(), VarBuilder::zeros(DType::F32, &DEVICE))?;
+    let mut table = PageTable::new(4, PAGE)?;
+    let pool = KvPool::new(&KvPoolConfig::for_latent_layer(&latent(), &table), &DEVICE)?;
+    let tree = TokenTree::new(&[None, Some(0), Some(0)])?;
+    let (one, other) = (table.add(), table.add());
+    let step = table.step(&[one.tokens(3), other.tokens(3)])?;
+    let xs = wave(1, 6, EMBED_DIM, 0.0)?.squeeze(0)?;
+    let plan = own.plan(&AttentionInput::new(&xs).with_tree(&tree).with_pages(&pool, &step))?;
+    assert!(plan.reason.ends_with(", over a copy of the pages"), "{plan}");
+    Ok(())
+}
+
+#[test]
 fn kept_tokens_that_pools_have_not_moved_or_that_pages_share_are_errors() -> Result<()> {
     let own = layer(&base())?.freeze()?;
     let mut table = PageTable::new(4, PAGE)?;

@@ -104,14 +104,7 @@ impl MultiHeadAttention {
         if !self.runs_pages_as_batch(input) {
             return self.prepare(input)?.plan();
         }
-        let mut batch = self.paged_batch(input)?;
-        let mut cache = std::mem::take(&mut batch.cache);
-        let own = batch.input(input);
-        let is_shared = input.pages.is_none();
-        let own = if is_shared { own.with_shared_cache(&cache) } else { own.with_cache(&mut cache) };
-        let mut plan = self.prepare(&own)?.plan()?;
-        plan.reason.push_str(", over a copy of the pages");
-        Ok(plan)
+        self.paged_batch(input)?.plan(input, |own| self.prepare(&own)?.plan())
     }
 
     fn run(&self, input: AttentionInput, wanted: RequestedResults) -> Result<Attended> {

@@ -8,7 +8,9 @@ use super::input::AttentionInput;
 use crate::cache::AttentionCache;
 use crate::mask::AttentionMask;
 use crate::pages::{PagedKeys, PagedTokens};
+use crate::sdpa::Plan;
 use candle_attention_call::RequestedResults;
+use candle_attention_modules::base::rows_of;
 
 /// The tokens of a step as a batch (n, T), each sequence padded on the right, with a cache of their sequences.
 pub(super) struct PagedBatch<'a> {
@@ -22,7 +24,7 @@ pub(super) struct PagedBatch<'a> {
     axis_positions: Option<Tensor>,
     /// The number of tokens of each sequence.
     lens: Vec<usize>,
-    pub cache: AttentionCache,
+    cache: AttentionCache,
 }
 
 impl<'a> PagedBatch<'a> {
@@ -69,25 +71,33 @@ impl<'a> PagedBatch<'a> {
             )
         }
         let mut cache = std::mem::take(&mut self.cache);
-        let batch = self.input(input);
-        let output = if self.is_of_earlier_layer {
-            run(batch.with_shared_cache(&cache))?
-        } else {
-            let output = run(batch.with_cache(&mut cache))?;
+        let output = run(self.input(input, &mut cache))?;
+        if !self.is_of_earlier_layer {
             self.keys.write_from(&cache)?;
-            output
-        };
+        }
         self.without_padding(&output)
     }
 
-    /// Returns the input of the batch, without its cache.
-    pub fn input<'b>(&'b self, input: &AttentionInput<'a>) -> AttentionInput<'b> {
+    /// Returns the path of attention that `plan` returns for the call over the batch.
+    pub fn plan(
+        mut self,
+        input: &AttentionInput<'a>,
+        plan: impl FnOnce(AttentionInput) -> Result<Plan>,
+    ) -> Result<Plan> {
+        let mut cache = std::mem::take(&mut self.cache);
+        let mut found = plan(self.input(input, &mut cache))?;
+        found.reason.push_str(", over a copy of the pages");
+        Ok(found)
+    }
+
+    /// Returns the input of the batch, with its cache.
+    fn input<'b>(&'b self, input: &AttentionInput<'a>, cache: &'b mut AttentionCache) -> AttentionInput<'b> {
         let mut batch = input.for_batch(&self.queries);
         batch.residual = self.residual.as_ref();
         batch.positions = self.positions.as_ref();
         batch.axis_positions = self.axis_positions.as_ref();
         batch.valid_lens = Some(&self.lens);
-        batch
+        if self.is_of_earlier_layer { batch.with_shared_cache(&*cache) } else { batch.with_cache(cache) }
     }
 
     /// Returns the rows (total, ..) of the tokens in (n, T, ..).
@@ -97,7 +107,7 @@ impl<'a> PagedBatch<'a> {
         for (s, &len) in self.lens.iter().enumerate() {
             rows.extend((0..len).map(|i| (s * longest + i) as u32));
         }
-        output.flatten(0, 1)?.contiguous()?.index_select(&Tensor::new(rows, output.device())?, 0)
+        rows_of(&output.flatten(0, 1)?, 0, &rows)
     }
 }
 
@@ -115,7 +125,6 @@ fn padded(tensor: &Tensor, dim: usize, lens: &[usize], longest: usize) -> Result
         rows.extend((0..longest).map(|i| if i < len { (first + i) as u32 } else { 0 }));
         first += len;
     }
-    let rows = Tensor::new(rows, tensor.device())?;
     let dims = [&tensor.dims()[..dim], &[lens.len(), longest], &tensor.dims()[dim + 1..]].concat();
-    tensor.contiguous()?.index_select(&rows, dim)?.reshape(dims)
+    rows_of(tensor, dim, &rows)?.reshape(dims)
 }

@@ -322,12 +322,12 @@ impl ListedKeys {
         for head in 0..self.heads {
             for block in blocks.clone() {
                 let list = self.list(ListPlace { b: sequence.b, head, block });
-                // A pass that the compiler turns into vectors, since it does not end early.
-                let wrong = list.iter().filter(|&&entry| entry < -1 || entry >= count).count();
-                if wrong == 0 {
+                let is_wrong = |entry: &&i64| !(-1..count).contains(*entry);
+                // Unlike a search, a count is a pass that does not end early, which the compiler turns into vectors.
+                if list.iter().filter(is_wrong).count() == 0 {
                     continue;
                 }
-                if let Some(entry) = list.iter().find(|&&entry| entry < -1 || entry >= count) {
+                if let Some(entry) = list.iter().find(is_wrong) {
                     let named = if self.key_block == 1 { "key" } else { "block of keys" };
                     bail!(
                         "[{OP}] list {block} of head {head} of sequence {} has {named} {entry}, expected -1 (none) to \

@@ -235,6 +235,12 @@ impl<'a> ParameterReader<'a> {
         has(&self.vb, name)
     }
 
+    /// Returns the first of the names of a module whose weight the builder has, or else the first name.
+    pub fn stored_module<'n>(&self, names: &[&'n str]) -> &'n str {
+        let is_there = |name: &&&str| self.has(&format!("{name}.weight"));
+        names.iter().find(is_there).unwrap_or(&names[0])
+    }
+
     /// Returns an error of the operation and the layout.
     ///
     /// # Errors

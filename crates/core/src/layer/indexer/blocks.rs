@@ -1,11 +1,11 @@
 //! The indexer of MiniMax M3, which scores blocks of keys.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 
 use super::deepseek::PRODUCTS;
+use super::sequence_keys::SequenceKeys;
 use super::top_k::Scores;
 use super::{IndexQueries, IndexedTokens, KeyIndexer};
 use crate::config::BlockIndexerConfig;
@@ -69,12 +69,12 @@ impl BlockIndexer {
         if blocks == 0 {
             return Ok(chosen);
         }
-        let keys = keys.narrow(0, own.first, own.count)?.t()?;
+        let keys = keys.narrow(0, own.first, own.count)?.t()?.contiguous()?;
         let step = (PRODUCTS / (heads * own.count)).clamp(1, t_q);
         for start in (0..t_q).step_by(step) {
             let n = step.min(t_q - start);
             let of_heads = q.narrow(0, start, n)?.transpose(0, 1)?.contiguous()?.flatten_to(1)?;
-            let products = to_vec::<f32>(&of_heads.matmul(&keys.contiguous()?)?)?;
+            let products = to_vec::<f32>(&of_heads.matmul(&keys)?)?;
             let mut best = vec![f32::NEG_INFINITY; heads * n * blocks];
             let mut ranges = Vec::with_capacity(heads * n);
             for (row, (to, of_row)) in best.chunks_exact_mut(blocks).zip(products.chunks_exact(own.count)).enumerate() {
@@ -94,30 +94,6 @@ impl BlockIndexer {
             }
         }
         Ok(chosen)
-    }
-}
-
-/// The keys of one sequence, and those that its queries attend to by the mask.
-struct SequenceKeys<'a> {
-    /// The first key, where the first block begins.
-    first: usize,
-    /// The number of keys from there on.
-    count: usize,
-    ranges: &'a [Range<usize>],
-}
-
-impl<'a> SequenceKeys<'a> {
-    /// Finds the keys of a sequence whose queries attend to these ranges.
-    fn new(ranges: &'a [Range<usize>]) -> Self {
-        let first = ranges.iter().filter(|range| !range.is_empty()).map(|range| range.start).min().unwrap_or(0);
-        let end = ranges.iter().map(|range| range.end).max().unwrap_or(0).max(first);
-        Self { first, count: end - first, ranges }
-    }
-
-    /// Returns the keys of a query, counted from the first one.
-    fn visible(&self, query: usize) -> Range<usize> {
-        let range = &self.ranges[query];
-        range.start.max(self.first) - self.first..range.end.max(self.first) - self.first
     }
 }
 

@@ -6,6 +6,7 @@ mod config;
 mod deepseek;
 mod load;
 mod pooled;
+mod sequence_keys;
 mod top_k;
 
 use std::fmt::Debug;

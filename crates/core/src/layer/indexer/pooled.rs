@@ -7,6 +7,7 @@ use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::{Init, ops};
 
 use super::deepseek::{DeepSeekIndexer, PRODUCTS};
+use super::sequence_keys::SequenceKeys;
 use super::top_k::Scores;
 use super::{IndexQueries, IndexedTokens, IndexerConfig, IndexerShape, KeyIndexer};
 use crate::mask::{AttentionMask, KeyLists};
@@ -63,49 +64,44 @@ impl PooledIndexer {
     /// Returns the chosen keys of the queries of one sequence, (T_q, entries), whose queries attend to these ranges.
     fn choose_for_sequence(&self, queries: &IndexQueries, rows: &Tensor, ranges: &[Range<usize>]) -> Result<Vec<i64>> {
         let pool = self.pool;
-        let first = ranges.iter().filter(|range| !range.is_empty()).map(|range| range.start).min().unwrap_or(0);
-        let end = ranges.iter().map(|range| range.end).max().unwrap_or(0).max(first);
-        let pools = (end - first) / pool;
+        let own = SequenceKeys::new(ranges);
+        let pools = own.count / pool;
         let chosen_pools = self.config.top_k / pool;
-        let entries = self.entries();
+        let entries = self.config.most_keys();
         let mut chosen = vec![-1; ranges.len() * entries];
         if pools > 0 {
-            let keys = self.pool_keys(&rows.narrow(0, first, end - first)?)?;
+            let keys = self.pool_keys(&rows.narrow(0, own.first, own.count)?)?;
             let step = (PRODUCTS / (self.config.num_heads * pools)).clamp(1, ranges.len().max(1));
             for start in (0..ranges.len()).step_by(step) {
                 let n = step.min(ranges.len() - start);
                 let scores = self.scored.scores(queries, &keys, start, n)?;
-                let whole_pools = |range: &Range<usize>| {
-                    let before = range.start.saturating_sub(first).div_ceil(pool);
-                    before..((range.end.max(first) - first) / pool).max(before)
+                let whole_pools = |query: usize| {
+                    let visible = own.visible(query);
+                    let before = visible.start.div_ceil(pool);
+                    before..(visible.end / pool).max(before)
                 };
-                let own: Vec<_> = ranges[start..start + n].iter().map(whole_pools).collect();
-                let of_rows = Scores { scores: &scores, keys: 0..pools, ranges: &own, allowed: None };
+                let pools_of_rows: Vec<_> = (start..start + n).map(whole_pools).collect();
+                let of_rows = Scores { scores: &scores, keys: 0..pools, ranges: &pools_of_rows, allowed: None };
                 let best = of_rows.largest(chosen_pools);
                 for (row, best_pools) in best.chunks_exact(chosen_pools).enumerate() {
                     let to = &mut chosen[(start + row) * entries..][..entries];
                     for (place, &number) in to.chunks_exact_mut(pool).zip(best_pools) {
                         let Ok(number) = usize::try_from(number) else { continue };
                         for (i, entry) in place.iter_mut().enumerate() {
-                            *entry = (first + number * pool + i) as i64;
+                            *entry = (own.first + number * pool + i) as i64;
                         }
                     }
                 }
             }
         }
-        for (to, range) in chosen.chunks_exact_mut(entries).zip(ranges) {
+        for (query, to) in chosen.chunks_exact_mut(entries).enumerate() {
             // The tokens after the last whole pool.
-            let tail = first + (range.end.max(first) - first) / pool * pool..range.end;
-            for (entry, key) in to[chosen_pools * pool..].iter_mut().zip(tail) {
-                *entry = key as i64;
+            let end = own.visible(query).end;
+            for (entry, key) in to[chosen_pools * pool..].iter_mut().zip(end / pool * pool..end) {
+                *entry = (own.first + key) as i64;
             }
         }
         Ok(chosen)
-    }
-
-    /// Returns the most keys that a query attends to.
-    fn entries(&self) -> usize {
-        self.config.top_k / self.pool * self.pool + self.pool - 1
     }
 }
 
@@ -132,13 +128,13 @@ impl KeyIndexer for PooledIndexer {
         let keys = keys.to_dtype(DType::F32)?;
         let ranges_of_call = mask.of_all_heads().ranges_of_batch(b, t_q, t_kv)?;
         let ranges = &ranges_of_call.rows(OP)?.keys;
-        let mut chosen = Vec::with_capacity(b * t_q * self.entries());
+        let mut chosen = Vec::with_capacity(b * t_q * self.config.most_keys());
         for (sequence, own) in ranges.chunks_exact(t_q).enumerate() {
             let weights = queries.weights.as_ref().map(|weights| weights.narrow(0, sequence, 1)).transpose()?;
             let own_queries = IndexQueries { q: queries.q.narrow(0, sequence, 1)?, weights };
             chosen.extend(self.choose_for_sequence(&own_queries, &keys.get(sequence)?, own)?);
         }
-        let lists = Tensor::from_vec(chosen, (b, 1, t_q, self.entries()), &Device::Cpu)?;
+        let lists = Tensor::from_vec(chosen, (b, 1, t_q, self.config.most_keys()), &Device::Cpu)?;
         Ok(Some(KeyLists::new(&lists)?))
     }
 

@@ -36,8 +36,7 @@ impl Additions {
         if let Some(own) = cfg.output_gate()
             && own.layout != GateLayout::FusedWithQuery
         {
-            let is_there = |name: &&&str| source.has(&format!("{name}.weight"));
-            let name = GATE_NAMES.iter().find(is_there).unwrap_or(&GATE_NAMES[0]);
+            let name = source.stored_module(&GATE_NAMES);
             let rows = Share::Heads { heads: Heads::Query, dim: 0 };
             let shape = (h.saturating_mul(own.width(cfg.value_head_dim())), cfg.embed_dim());
             gate = Some(source.linear(name, shape, false, Some(rows))?.try_into()?);

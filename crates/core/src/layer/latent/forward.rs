@@ -1,16 +1,13 @@
 //! The computation of one call of a layer.
 
-use std::ops::Range;
+use candle_core::{Result, Tensor, bail};
 
-use candle_core::{Module, Result, Tensor, bail};
-
-use super::additions::gated;
-use super::{
-    LatentPages, LayerIndexer, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OP, QueryCompression,
-};
+use super::choice::{CallChoice, ChoiceOf};
+use super::projections::{CompressedQueries, PositionsOfQueries, ProjectedQueries};
+use super::{LatentPages, LayerIndexer, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OP};
 use crate::cache::{KeyChoice, KvFloats, NewTokens};
 use crate::layer::forward::{AttendedKeys, PreparedCall};
-use crate::layer::indexer::{ChoiceRecord, IndexQueries, IndexedTokens, OutputWithChoice};
+use crate::layer::indexer::{ChoiceRecord, IndexedTokens};
 use crate::layer::input::{AttentionInput, KeysFrom};
 use crate::layer::paged_batch::PagedBatch;
 use crate::layer::temperature;
@@ -19,9 +16,9 @@ use crate::layer::warnings;
 use crate::layer::whole_mask::MaskedCall;
 use crate::mask::{AttentionMask, KeyLists};
 use crate::position::Rotation;
-use crate::sdpa::{Attended, AttentionStatistics, FunctionKeys, OwnKeys, StatisticsOptions};
+use crate::sdpa::{Attended, FunctionKeys, OwnKeys};
 use candle_attention_call::RequestedResults;
-use candle_attention_modules::base::{is_addressable, part, reshape_linked, transpose_linked};
+use candle_attention_modules::base::{is_addressable, part};
 
 impl MultiHeadLatentAttentionConfig {
     /// Returns whether `t_q` queries need fewer multiplications to attend to `t_kv` latents than to each head's own
@@ -58,7 +55,7 @@ impl MultiHeadLatentAttentionConfig {
 impl MultiHeadLatentAttention {
     /// Computes a call, and returns the requested results.
     pub(super) fn run<'a>(&'a self, input: AttentionInput<'a>, wanted: RequestedResults) -> Result<Attended> {
-        if input.pages.is_some() && input.has_pages_of_batch() {
+        if runs_pages_as_batch(&input) {
             let batch = self.paged_batch(&input)?;
             return Ok(batch.run(OP, &input, wanted, |own| self.forward_with(own))?.into());
         }
@@ -66,7 +63,7 @@ impl MultiHeadLatentAttention {
     }
 
     /// Returns the batch of a call with pages, after checking what the batch has in another form.
-    fn paged_batch<'a>(&self, input: &AttentionInput<'a>) -> Result<PagedBatch<'a>> {
+    pub(super) fn paged_batch<'a>(&self, input: &AttentionInput<'a>) -> Result<PagedBatch<'a>> {
         let cfg = &self.config;
         input.keys_from(OP)?;
         let batched = input.queries.rank() == 3;
@@ -80,46 +77,6 @@ impl MultiHeadLatentAttention {
         PagedBatch::new(OP, input, &self.mask)
     }
 
-    /// Computes [`forward_with`](Self::forward_with), and returns the keys that the layer's indexer chose for the
-    /// queries, or those that the call was given, for later layers.
-    ///
-    /// # Errors
-    /// As [`forward_with`](Self::forward_with).
-    pub fn forward_with_choice<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<OutputWithChoice> {
-        let record = ChoiceRecord::default();
-        let output = self.run_recording(input.into(), RequestedResults::default(), &record)?.output;
-        Ok(OutputWithChoice { output, chosen: record.get() })
-    }
-
-    /// Computes [`forward_with_choice`](Self::forward_with_choice) and the
-    /// [statistics](Self::forward_with_statistics) of the weights.
-    ///
-    /// # Errors
-    /// As [`forward_with_statistics`](Self::forward_with_statistics).
-    pub fn forward_with_choice_and_statistics<'a>(
-        &'a self,
-        input: impl Into<AttentionInput<'a>>,
-        wanted: &StatisticsOptions,
-    ) -> Result<(OutputWithChoice, AttentionStatistics)> {
-        let results = RequestedResults { statistics: Some(wanted.requested()), ..RequestedResults::default() };
-        let record = ChoiceRecord::default();
-        let (output, statistics) = self.run_recording(input.into(), results, &record)?.output_and_statistics()?;
-        Ok((OutputWithChoice { output, chosen: record.get() }, statistics))
-    }
-
-    /// Computes some results, and records the keys that are chosen for the queries.
-    fn run_recording<'a>(
-        &'a self,
-        input: AttentionInput<'a>,
-        wanted: RequestedResults,
-        record: &ChoiceRecord,
-    ) -> Result<Attended> {
-        if input.any_pages().is_some() {
-            bail!("[{OP}] a choice of keys was requested from a call with pages, expected a cache or none")
-        }
-        self.prepare_recording(&input, None, record)?.finish(input.cache, wanted)
-    }
-
     /// Validates and projects an input: everything that comes before attention. With a cache, `absorbs` says whether
     /// queries absorb the matrix of keys; the default is the form with fewer multiplications. If they absorb it, the
     /// attention output is of latents (B, H, T, rank), and otherwise of values (B, H, T, D_v). With pages, `absorbs` is
@@ -130,7 +87,7 @@ impl MultiHeadLatentAttention {
 
     /// Prepares a call as [`prepare`](Self::prepare) does. The call writes the keys that are chosen for its queries into
     /// a record.
-    fn prepare_recording<'a>(
+    pub(super) fn prepare_recording<'a>(
         &'a self,
         input: &AttentionInput<'a>,
         absorbs: Option<bool>,
@@ -211,43 +168,6 @@ impl MultiHeadLatentAttention {
             options,
             batched: input.queries.rank() == 3,
             output: Box::new(move |output| self.project_output(output, absorbs, gate.as_ref(), residual.as_ref())),
-        })
-    }
-
-    /// Returns a mask with the keys that the layer's indexer chooses for each query by its keys (B, 1, T_kv, width).
-    pub(super) fn with_keys_of_indexer(
-        &self,
-        mask: AttentionMask,
-        queries: &IndexQueries,
-        keys: &Tensor,
-    ) -> Result<AttentionMask> {
-        let Some(LayerIndexer { module, .. }) = &self.indexer else { return Ok(mask) };
-        Ok(match module.choose(queries, &keys.detach().squeeze(1)?, &mask)? {
-            Some(lists) => mask.with_key_lists(&lists),
-            None => mask,
-        })
-    }
-
-    /// Returns a mask with the keys that are chosen for each query, by the keys (B, 1, T_kv, width) of the layer's
-    /// indexer if it has one, and writes them into a record.
-    fn with_chosen_keys(
-        &self,
-        mask: AttentionMask,
-        choice: &ChoiceOf,
-        keys: &Tensor,
-        record: &ChoiceRecord,
-    ) -> Result<AttentionMask> {
-        let lists = match (choice, &self.indexer) {
-            (ChoiceOf::EarlierLayer(lists), _) => Some(lists.clone()),
-            (ChoiceOf::Indexer(queries), Some(LayerIndexer { module, .. })) => {
-                module.choose(queries, &keys.detach().squeeze(1)?, &mask)?
-            }
-            (ChoiceOf::Indexer(_), None) => None,
-        };
-        record.set(lists.as_ref());
-        Ok(match lists {
-            Some(lists) => mask.with_key_lists(&lists),
-            None => mask,
         })
     }
 
@@ -347,109 +267,6 @@ impl MultiHeadLatentAttention {
         }
         Ok(CheckedLatentInput { xs, tokens, mask, rotation, index_rotation, log_positions, residual })
     }
-
-    /// Returns the normalised latent and the rotated shared key of each token, (B, 1, T, rank + rope): the rows that a
-    /// cache stores.
-    fn latent_rows(&self, xs: &Tensor, rotation: Option<&Rotation>) -> Result<Tensor> {
-        let rank = self.config.kv_lora_rank();
-        let rope = self.config.rope_head_dim();
-        let compressed = self.down.forward(xs)?;
-        let mut latents = self.norm.forward(&part(&compressed, 2, 0..rank)?)?;
-        if let Some(scales) = self.config.latent_scales() {
-            latents = (latents * scales.keys_and_values)?;
-        }
-        if rope == 0 {
-            return latents.unsqueeze(1);
-        }
-        let shared_keys = self.additions.normalised(part(&compressed, 2, rank..rank + rope)?.unsqueeze(2)?)?;
-        Tensor::cat(&[&latents, &rotated(shared_keys, rotation)?.squeeze(2)?], 2)?.unsqueeze(1)
-    }
-
-    /// Compresses the inputs (B, T, E) of queries, if the layer does that.
-    fn compress_queries(&self, xs: &Tensor) -> Result<CompressedQueries> {
-        let Some(QueryCompression { down, norm }) = &self.compression else {
-            return Ok(CompressedQueries { latents: xs.clone(), with_gate: xs.clone() });
-        };
-        let narrow = down.forward(xs)?;
-        let mut latents = norm.forward(&narrow)?;
-        if let Some(scales) = self.config.latent_scales() {
-            latents = (latents * scales.queries)?;
-        }
-        let with_gate =
-            if self.config.has_fused_gate() { Tensor::cat(&[&latents, &narrow], 2)? } else { latents.clone() };
-        Ok(CompressedQueries { latents, with_gate })
-    }
-
-    /// Returns the queries of compressed queries, or of inputs if these are not compressed, and the projection of a
-    /// gate that is fused with them.
-    fn project_queries(
-        &self,
-        inputs: &Tensor,
-        positions: PositionsOfQueries,
-        absorbs: bool,
-    ) -> Result<ProjectedQueries> {
-        let cfg = &self.config;
-        let (b, t, _) = inputs.dims3()?;
-        let (h, width) = (cfg.num_heads(), cfg.head_dim());
-        let q = self.queries.forward(inputs)?.reshape((b, t, h, cfg.query_row_width()))?;
-        let mut fused_gate = None;
-        if cfg.has_fused_gate() {
-            let gate = part(&q, 3, width..width + cfg.value_head_dim())?;
-            fused_gate = Some(gate.contiguous()?.reshape((b, t, h * cfg.value_head_dim()))?);
-        }
-        let nope = part(&q, 3, 0..cfg.nope_head_dim())?;
-        let mut heads = if absorbs { self.absorb(&nope)? } else { nope.contiguous()? };
-        if cfg.rope_head_dim() > 0 {
-            let rope = rotated(part(&q, 3, cfg.nope_head_dim()..width)?, positions.rotation)?;
-            heads = Tensor::cat(&[heads, rope], 3)?;
-        }
-        if let (Some(temperature), Some(logs)) = (&self.additions.temperature, positions.logs) {
-            heads = temperature.scaled(&heads, logs)?;
-        }
-        Ok(ProjectedQueries { q: heads.transpose(1, 2)?, fused_gate })
-    }
-
-    /// Returns queries (B, T, H, nope + rope) as (B, T, H, rank + rope), which absorb the matrix of keys.
-    pub(super) fn absorbing_queries(&self, queries: &Tensor) -> Result<Tensor> {
-        let cfg = &self.config;
-        let nope = self.absorb(&part(queries, 3, 0..cfg.nope_head_dim())?)?;
-        if cfg.rope_head_dim() == 0 {
-            return Ok(nope);
-        }
-        Tensor::cat(&[nope, part(queries, 3, cfg.nope_head_dim()..cfg.head_dim())?.contiguous()?], 3)
-    }
-
-    /// Projects the attention output of a call to the layer's output (B, T, E), with the layer's gate, whose projection
-    /// is (B, T, H · D_v) or (B, T, H).
-    fn project_output(
-        &self,
-        output: &Tensor,
-        absorbs: bool,
-        gate: Option<&Tensor>,
-        residual: Option<&Tensor>,
-    ) -> Result<Tensor> {
-        let heads = transpose_linked(output, 1, 2)?;
-        let mut values = if absorbs { self.values_of(&heads)? } else { heads };
-        if let (Some(gate), Some(projected)) = (self.config.output_gate(), gate) {
-            values = gated(&values, gate, projected)?;
-        }
-        let (b, t, h, d_v) = values.dims4()?;
-        self.out.product(&reshape_linked(&values, (b, t, h * d_v))?, 0..self.out.out_dim(), residual)
-    }
-}
-
-/// The source of the keys that the queries of a call attend to.
-enum ChoiceOf {
-    /// The layer's indexer, by these queries.
-    Indexer(IndexQueries),
-    /// The indexer of an earlier layer, which chose these.
-    EarlierLayer(KeyLists),
-}
-
-/// A choice of the keys of a call, which reads some columns of the stored rows.
-struct CallChoice {
-    of: ChoiceOf,
-    columns: Range<usize>,
 }
 
 /// The checked inputs of a call.
@@ -469,34 +286,7 @@ struct CheckedLatentInput {
     residual: Option<Tensor>,
 }
 
-/// The inputs of the projection to queries.
-struct CompressedQueries {
-    /// (B, T, q_lora_rank) after the norm; the input of the layer, if queries are not compressed.
-    latents: Tensor,
-    /// These latents, followed by the compressed queries before the norm if a gate is fused with the queries.
-    with_gate: Tensor,
-}
-
-/// The queries of a call.
-struct ProjectedQueries {
-    /// (B, H, T, nope + rope), or (B, H, T, rank + rope) if queries absorb the matrix of keys.
-    q: Tensor,
-    /// The projection of a gate that is fused with the queries, (B, T, H · D_v).
-    fused_gate: Option<Tensor>,
-}
-
-/// The rotation and the logarithms of positions of the queries of a call.
-#[derive(Clone, Copy)]
-struct PositionsOfQueries<'a> {
-    rotation: Option<&'a Rotation>,
-    /// The logarithms of the positions.
-    logs: Option<&'a Tensor>,
-}
-
-/// Returns heads (B, T, heads, rope) after their rotation, if the layer rotates, as a contiguous tensor.
-fn rotated(xs: Tensor, rotation: Option<&Rotation>) -> Result<Tensor> {
-    match rotation {
-        Some(rotation) => rotation.apply(&xs),
-        None => xs.contiguous(),
-    }
+/// Returns whether a call with pages runs as a batch over a copy of its latents.
+pub(super) fn runs_pages_as_batch(input: &AttentionInput) -> bool {
+    input.pages.is_some() && input.has_pages_of_batch()
 }

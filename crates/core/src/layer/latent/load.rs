@@ -78,13 +78,15 @@ impl MultiHeadLatentAttention {
         let down_shape = (rank.saturating_add(cfg.rope_head_dim()), embed_dim);
         let up_shape = (h.saturating_mul(cfg.nope_head_dim().saturating_add(cfg.value_head_dim())), rank);
         let out_shape = (embed_dim, h.saturating_mul(cfg.value_head_dim()));
+        // Published checkpoints of Mistral Large 4 and A.X K2 have other names than transformers.
         Self::build(cfg, source, |heads| {
             let (compression, queries) = match cfg.q_lora_rank() {
                 Some(q_rank) => {
                     // A gate that is fused with the queries reads them before their norm too.
-                    let (name, width) = match cfg.has_fused_gate() {
-                        true => (stored_module(heads, &["q_gate_proj", "q_b_proj"]), q_rank.saturating_mul(2)),
-                        false => ("q_b_proj", q_rank),
+                    let (name, width) = if cfg.has_fused_gate() {
+                        (heads.stored_module(&["q_gate_proj", "q_b_proj"]), q_rank.saturating_mul(2))
+                    } else {
+                        ("q_b_proj", q_rank)
                     };
                     (
                         Some(heads.linear("q_a_proj", (q_rank, embed_dim), cfg.bias(), None)?.try_into()?),
@@ -92,13 +94,13 @@ impl MultiHeadLatentAttention {
                     )
                 }
                 None => {
-                    let name = stored_module(heads, &["q_proj", "wq"]);
+                    let name = heads.stored_module(&["q_proj", "wq"]);
                     (None, heads.linear(name, (query_width, embed_dim), false, Some(ROWS))?.try_into()?)
                 }
             };
-            let down = stored_module(heads, &["kv_a_proj_with_mqa", "wkv_a_with_mqa"]);
-            let up = stored_module(heads, &["kv_b_proj", "wkv_b"]);
-            let out = stored_module(heads, &["o_proj", "wo"]);
+            let down = heads.stored_module(&["kv_a_proj_with_mqa", "wkv_a_with_mqa"]);
+            let up = heads.stored_module(&["kv_b_proj", "wkv_b"]);
+            let out = heads.stored_module(&["o_proj", "wo"]);
             Ok(LatentProjections {
                 compression,
                 queries,
@@ -132,7 +134,7 @@ impl MultiHeadLatentAttention {
             compression,
             queries,
             down,
-            norm: norm(stored_module(&source, &["kv_a_layernorm", "kv_a_norm"]), cfg.kv_lora_rank())?,
+            norm: norm(source.stored_module(&["kv_a_layernorm", "kv_a_norm"]), cfg.kv_lora_rank())?,
             up,
             absorbing: Vec::new(),
             out,
@@ -160,13 +162,6 @@ impl LayerIndexer {
         let rope = cfg.rope().clone().with_style(own.rope_style);
         Ok(Some(Self { module, rotary: rotary(&rope, shape.rope_head_dim)? }))
     }
-}
-
-/// Returns the first of the names of a module whose weight is in the file, or else the first name. Published
-/// checkpoints of Mistral Large 4 and A.X K2 have other names than transformers.
-fn stored_module<'n>(source: &ParameterReader, names: &[&'n str]) -> &'n str {
-    let is_there = |name: &&&str| source.has(&format!("{name}.weight"));
-    names.iter().find(is_there).unwrap_or(&names[0])
 }
 
 /// Returns the tables of the parts of heads that rotate; `None` if no part does.

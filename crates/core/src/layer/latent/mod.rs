@@ -1,11 +1,13 @@
 //! Multi-head latent attention: keys and values are computed from one narrow latent for each token.
 
 mod additions;
+mod choice;
 mod config;
 mod forward;
 mod load;
 mod options;
 mod pages;
+mod projections;
 #[cfg(test)]
 mod tests;
 mod up;
@@ -30,6 +32,7 @@ use additions::Additions;
 use candle_attention_call::RequestedResults;
 use candle_attention_modules::linear::PackedLinear;
 use candle_attention_modules::norm::Norm;
+use forward::runs_pages_as_batch;
 
 const OP: &str = "multi_head_latent_attention";
 
@@ -241,7 +244,10 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
-        self.prepare(input, None)?.plan()
+        if !runs_pages_as_batch(input) {
+            return self.prepare(input, None)?.plan();
+        }
+        self.paged_batch(input)?.plan(input, |own| self.prepare(&own, None)?.plan())
     }
 }
 

@@ -1,18 +1,17 @@
 //! Attention to latents in pages. Sequences whose queries absorb the matrix of keys attend to the pages in place, all
 //! in one call. For each of the others, keys and values are computed from a copy of its latents.
 
-use std::iter;
-
 use candle_attention_call::RequestedResults;
 use candle_core::{Result, Tensor, bail};
 
+use super::choice::ChoiceOf;
 use super::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OP};
 use crate::cache::KvFloats;
-use crate::layer::indexer::IndexQueries;
+use crate::layer::indexer::{ChoiceRecord, IndexQueries};
 use crate::mask::AttentionMask;
 use crate::pages::{KvPoolConfig, PageTable, PagedKeys};
 use crate::sdpa::{Attended, Call, PagedSequences, Plan, Qkv, SdpaOptions, attend, plan_of_call};
-use candle_attention_modules::base::transpose_linked;
+use candle_attention_modules::base::{joined_in_order, rows_of, transpose_linked};
 
 impl KvPoolConfig {
     /// Returns the config of the pool of a layer of latent attention. It stores what an
@@ -91,13 +90,7 @@ impl LatentPages<'_> {
             order.extend(&part.queries);
             values.push(of_part);
         }
-        let mut places = vec![0u32; order.len()];
-        for (place, &query) in (0..).zip(&order) {
-            places[query as usize] = place;
-        }
-        let places = Tensor::new(places, q.device())?;
-        let joined = Tensor::cat(&values, 1)?.contiguous()?.index_select(&places, 1)?;
-        Ok(joined.transpose(1, 2)?.into())
+        Ok(joined_in_order(&values, 1, &order)?.transpose(1, 2)?.into())
     }
 
     /// Returns the path of attention for its output.
@@ -159,7 +152,7 @@ impl LatentPages<'_> {
 
     /// Returns the queries of a part as they attend: (1, H, n, nope + rope), or (1, H, n, rank + rope).
     fn queries_of(&self, part: &LatentPart, q: &Tensor) -> Result<Tensor> {
-        let rows = rows_of(&q.transpose(1, 2)?, &part.queries)?;
+        let rows = rows_of(&q.transpose(1, 2)?, 1, &part.queries)?;
         if !part.absorbs {
             return rows.transpose(1, 2);
         }
@@ -200,11 +193,12 @@ impl LatentPages<'_> {
         }
         let latents = Tensor::cat(&latents, 0)?;
         if let Some(queries) = &self.index_queries {
-            let own = IndexQueries {
-                q: rows_of(&queries.q, &part.queries)?,
-                weights: queries.weights.as_ref().map(|weights| rows_of(weights, &part.queries)).transpose()?,
-            };
-            of_sequence = layer.with_keys_of_indexer(of_sequence, &own, &layer.index_keys_of(&latents)?)?;
+            let own = ChoiceOf::Indexer(IndexQueries {
+                q: rows_of(&queries.q, 1, &part.queries)?,
+                weights: queries.weights.as_ref().map(|weights| rows_of(weights, 1, &part.queries)).transpose()?,
+            });
+            let keys = layer.index_keys_of(&latents)?;
+            of_sequence = layer.with_chosen_keys(of_sequence, &own, &keys, &ChoiceRecord::default())?;
         }
         let KvFloats { k, v } =
             if part.absorbs { layer.without_index_keys(&latents)? } else { layer.expand(&latents)? };
@@ -213,13 +207,4 @@ impl LatentPages<'_> {
         let qkv = Qkv { q: &q, k: &attached(&k), v: &attached(&v) };
         Call::with_all_dims(OP, qkv, None, None, &of_sequence, options)
     }
-}
-
-/// Returns some rows of (1, total, ..): a view where they follow each other.
-fn rows_of(tensor: &Tensor, rows: &[u32]) -> Result<Tensor> {
-    let first = rows.first().copied().unwrap_or(0);
-    if iter::zip(first.., rows).all(|(next, &row)| next == row) {
-        return tensor.narrow(1, first as usize, rows.len());
-    }
-    tensor.contiguous()?.index_select(&Tensor::new(rows, tensor.device())?, 1)
 }
