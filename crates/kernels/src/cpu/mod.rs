@@ -24,6 +24,7 @@ mod detection;
 mod dispatch;
 mod functions;
 mod instruction_set;
+mod kept;
 mod kernel;
 mod memory;
 mod panel;
@@ -43,6 +44,7 @@ pub(crate) use columns::{with_columns, with_number_columns};
 pub(crate) use dispatch::{dispatch_bf16, dispatch_f32, kernel_layout};
 pub(crate) use functions::{EXP2_MIN, erfc, prefetch_bytes, sigmoid, tanh};
 pub use instruction_set::{InstructionSet, UnsupportedInstructionSet};
+pub(crate) use kept::KeptLines;
 pub(crate) use kernel::{
     ColumnBlock, Columns, Kernel, Layout, MAX_LANES, SimdTask, TakenBits, Vector, WithColumns, is_of_others,
 };

@@ -4,45 +4,43 @@ use std::ops::Range;
 
 use super::operands::{BLOCK, BLOCK_ROW, Left};
 use super::split::TaskSplit;
-use crate::cpu::{CacheLine, Kernel, SharedPtr, SimdTask, Unwritten, WorkSize, Workers, for_each_index};
+use crate::cpu::{CacheLine, KeptLines, Kernel, SharedPtr, SimdTask, WorkSize, Workers, for_each_index};
 use crate::number::Number;
 
-/// The largest number of words of a copy, 64 MB. Tasks copy the rows of a larger operand themselves, each its own.
-const MOST_WORDS: usize = 16 << 20;
-
-/// All blocks of the left operand, (chunks of rows, blocks, rows, [`BLOCK_ROW`]). Without it, each task copies the
-/// blocks of its rows, which takes a twentieth of the time of a product of 512 rows with 2,048 columns.
+/// The blocks of some chunks of rows of the left operand, (chunks, blocks, rows, [`BLOCK_ROW`]). Without it, each task
+/// copies the blocks of its rows, which takes a twentieth of the time of a product of 512 rows with 2,048 columns.
 pub(super) struct LeftCopy {
     start: SharedPtr<f32>,
     /// The memory of the words, which begins at `start`.
-    _lines: Unwritten<CacheLine>,
+    _lines: KeptLines,
     chunk_words: usize,
 }
 
 impl LeftCopy {
-    /// Copies the operand on several threads; `None` for an operand that is too large. A chunk has `rows` rows in
-    /// memory.
+    /// Copies some `chunks` of rows on several threads; `None` if there is no memory. A chunk has `rows` rows in the
+    /// copy.
     ///
     /// # Safety
     /// The processor has the instruction set of K, and `rows` is what [`Left::copy`] writes.
     pub unsafe fn new<K: Kernel, X: Number>(
         left: &Left<X>,
         split: &TaskSplit,
+        chunks: Range<usize>,
         rows: usize,
         depth: usize,
     ) -> Option<Self> {
         let blocks = depth.div_ceil(BLOCK);
         let block_words = rows * BLOCK_ROW;
         let chunk_words = blocks.checked_mul(block_words)?;
-        let count = chunk_words.checked_mul(split.row_chunks).filter(|&count| count <= MOST_WORDS)?;
-        let mut lines = Unwritten::<CacheLine>::new(&[count.div_ceil(CacheLine::WORDS)])?;
+        let count = chunk_words.checked_mul(chunks.len())?;
+        let mut lines = KeptLines::new(count.div_ceil(CacheLine::WORDS))?;
         let start = SharedPtr(lines.as_mut_ptr().cast::<f32>());
         let workers = Workers::for_call(WorkSize { multiply_adds: 0, bytes: size_of::<f32>() * count });
-        for_each_index(split.row_chunks * blocks, workers, &|index| {
+        for_each_index(chunks.len() * blocks, workers, &|index| {
             let first = index % blocks * BLOCK;
             let task = CopyBlock {
                 left,
-                rows: split.rows_of(index / blocks),
+                rows: split.rows_of(chunks.start + index / blocks),
                 first,
                 steps: BLOCK.min(depth - first),
                 // SAFETY: the copy has this block.

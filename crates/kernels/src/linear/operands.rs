@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::matrix::{Matrix, Square};
 use super::weight::PackedWeight;
-use crate::cpu::{InstructionSet, Kernel, MAX_LANES, NextBytes, PanelProduct, Vector, multiply};
+use crate::cpu::{Format, InstructionSet, Kernel, LeftOperand, MAX_LANES, NextBytes, PanelProduct, Vector, multiply};
 use crate::error::{Error, check_instruction_set};
 use crate::number::Number;
 
@@ -32,6 +32,24 @@ pub struct Left<'a, X> {
 }
 
 impl<X: Number> Left<'_, X> {
+    /// Returns whether a product of `depth` words of depth reads the matrix in place instead of a copy: rows of f32
+    /// without padding, which do not share the sets of the first cache.
+    pub fn is_in_place<K: Kernel>(&self, depth: usize) -> bool {
+        // Rows that are a multiple of these words apart, 4 KB, begin in one set.
+        const SETS: usize = 1024;
+        let Self { matrix, leading_zeros } = *self;
+        let has_words = X::FORMAT == Format::F32 && K::ELEMENTS == 1 && K::MIN_ROWS == 1;
+        let is_whole = !matrix.is_transposed && leading_zeros == 0 && depth == matrix.columns;
+        has_words && is_whole && !matrix.stride.is_multiple_of(SETS)
+    }
+
+    /// Returns the rows from `row` on, beginning with their word `first`, of a matrix that is read in place.
+    pub fn rows_in_place<K: Kernel>(&self, row: usize, first: usize) -> LeftOperand {
+        let stride = self.matrix.stride;
+        let at = self.matrix.data.as_ptr().wrapping_add(row * stride + first).cast();
+        LeftOperand { at, group: K::ROWS * stride, row: stride, step: 1 }
+    }
+
     /// Copies the elements of some rows from `first` on to (rows, [`BLOCK_ROW`]) words, with zeros after the last
     /// element and after the last row.
     ///

@@ -18,6 +18,9 @@ use crate::number::{Number, load_first, store_first};
 /// The words of the left operand that are copied together, if they are more than one block of each row. Few rows then
 /// read each panel of the right operand from end to end, so that the processor prefetches it.
 const LEFT_WORDS: usize = 8 << 10;
+/// The words of the left operand that tasks share at a time, 8 MB. The next rows are copied to the same memory, which
+/// is in a cache then. Tests share fewer, so that small products are computed in several rounds.
+const SHARED_WORDS: usize = if cfg!(test) { 1 << 17 } else { 2 << 20 };
 /// The rows before which an output and a residual are prefetched. No cache has an output that was allocated for the
 /// call, and the writes of its rows would wait for memory.
 const ROWS_AHEAD: usize = 8;
@@ -67,37 +70,48 @@ impl<X: Number> SimdTask for ProductRun<'_, X> {
         let most_rows = split.rows.min(rows).next_multiple_of(multiple);
         let depth = right.padded::<K>() / K::ELEMENTS;
         let all_left = Left { matrix: left, leading_zeros: right.leading_zeros() };
+        let is_in_place = all_left.is_in_place::<K>(depth);
         // Few rows, and rows that one task takes, are copied by the task.
-        let is_shared = split.panel_chunks > 1 && rows > 2 * K::ROWS;
-        let left_copy = if is_shared {
-            // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
-            unsafe { LeftCopy::new::<K, X>(&all_left, &split, most_rows, depth) }
-        } else {
-            None
-        };
+        let is_shared = !is_in_place && split.panel_chunks > 1 && rows > 2 * K::ROWS;
         let blocks = blocks_together(most_rows, depth);
         let block_words = most_rows * BLOCK_ROW;
-        let make_scratch = || TaskScratch {
-            blocks,
-            block_words,
-            left: Scratch::zeros(if left_copy.is_some() { 0 } else { blocks * block_words }),
-            right: Scratch::zeros(if right.is_copied::<K>(most_rows) { BLOCK * K::PANEL } else { 0 }),
-            sums: Scratch::zeros(rights.len() * split.most_panels() * most_rows * K::PANEL),
-        };
-        for_each_task(split.row_chunks * split.panel_chunks, workers, &make_scratch, &|scratch, index| {
-            // Tasks of the same panels follow each other, so that these are in a cache.
-            let row_chunk = index % split.row_chunks;
-            let own_panels = split.panels_of(index / split.row_chunks);
-            let task = Task {
-                run: &self,
-                rows: split.rows_of(row_chunk),
-                panels: panels.start + own_panels.start..panels.start + own_panels.end,
-                left_copy: left_copy.as_ref().map(|copy| copy.chunk(row_chunk)),
-                scratch,
+        let chunk_words = block_words.saturating_mul(depth.div_ceil(BLOCK)).max(1);
+        let together =
+            if is_shared { (SHARED_WORDS / chunk_words).clamp(1, split.row_chunks) } else { split.row_chunks };
+        for first in (0..split.row_chunks).step_by(together) {
+            let chunks = first..split.row_chunks.min(first + together);
+            let left_copy = if is_shared {
+                // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
+                unsafe { LeftCopy::new::<K, X>(&all_left, &split, chunks.clone(), most_rows, depth) }
+            } else {
+                None
             };
-            // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
-            unsafe { K::run_simd(task) };
-        });
+            let make_scratch = || TaskScratch {
+                blocks,
+                block_words,
+                left: Scratch::zeros(if is_in_place || left_copy.is_some() { 0 } else { blocks * block_words }),
+                right: Scratch::zeros(if right.is_copied::<K>(most_rows) { BLOCK * K::PANEL } else { 0 }),
+                sums: Scratch::zeros(rights.len() * split.most_panels() * most_rows * K::PANEL),
+            };
+            for_each_task(chunks.len() * split.panel_chunks, workers, &make_scratch, &|scratch, index| {
+                // Tasks of the same panels follow each other, so that these are in a cache.
+                let row_chunk = index % chunks.len();
+                let own_panels = split.panels_of(index / chunks.len());
+                let task = Task {
+                    run: &self,
+                    rows: split.rows_of(first + row_chunk),
+                    panels: panels.start + own_panels.start..panels.start + own_panels.end,
+                    left_rows: match &left_copy {
+                        _ if is_in_place => LeftRows::InPlace,
+                        Some(copy) => LeftRows::Shared(copy.chunk(row_chunk)),
+                        None => LeftRows::Copied,
+                    },
+                    scratch,
+                };
+                // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
+                unsafe { K::run_simd(task) };
+            });
+        }
     }
 }
 
@@ -135,20 +149,29 @@ struct TaskScratch {
     sums: Scratch,
 }
 
+/// The place of a task's rows of the left operand.
+enum LeftRows {
+    /// In the matrix.
+    InPlace,
+    /// In a copy that tasks share. Its blocks follow each other from here on.
+    Shared(*const f32),
+    /// In a copy that the task makes.
+    Copied,
+}
+
 /// Some rows of some panels of a product.
 struct Task<'a, X> {
     run: &'a ProductRun<'a, X>,
     rows: Range<usize>,
     panels: Range<usize>,
-    /// The blocks of these rows of the left operand, one after the other, if all tasks share a copy.
-    left_copy: Option<*const f32>,
+    left_rows: LeftRows,
     scratch: &'a mut TaskScratch,
 }
 
 impl<X: Number> SimdTask for Task<'_, X> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { run: ProductRun { product, rights, .. }, rows: ref task_rows, ref panels, left_copy, .. } = self;
+        let Self { run: ProductRun { product, rights, .. }, rows: ref task_rows, ref panels, ref left_rows, .. } = self;
         let scratch = &mut *self.scratch;
         let rows = task_rows.len().next_multiple_of(K::MIN_ROWS);
         let depth = rights[0].padded::<K>() / K::ELEMENTS;
@@ -170,23 +193,27 @@ impl<X: Number> SimdTask for Task<'_, X> {
             for start in (0..depth).step_by(together) {
                 let blocks = (start..depth.min(start + together)).step_by(BLOCK);
                 let steps = |first: usize| BLOCK.min(depth - first);
-                let words_before = |first: usize| (first - start) / BLOCK * scratch.block_words;
-                let left_words = match left_copy {
-                    Some(shared) => shared.add(start / BLOCK * scratch.block_words),
-                    None => {
+                let words_before = |first: usize| match left_rows {
+                    LeftRows::InPlace => first - start,
+                    LeftRows::Shared(_) | LeftRows::Copied => (first - start) / BLOCK * scratch.block_words,
+                };
+                let copied = |at| LeftOperand { at, group: K::ROWS * BLOCK_ROW, row: BLOCK_ROW, step: 1 };
+                let left_blocks = match *left_rows {
+                    LeftRows::InPlace => left.rows_in_place::<K>(task_rows.start, start),
+                    LeftRows::Shared(copy) => copied(copy.add(start / BLOCK * scratch.block_words)),
+                    LeftRows::Copied => {
                         for first in blocks.clone() {
                             let to = own_copy.add(words_before(first));
                             left.copy::<K>(task_rows, first * K::ELEMENTS, steps(first), to);
                         }
-                        own_copy.cast_const()
+                        copied(own_copy.cast_const())
                     }
                 };
-                let copied = LeftOperand { at: left_words, group: K::ROWS * BLOCK_ROW, row: BLOCK_ROW, step: 1 };
                 for (index, panel) in panels.clone().enumerate() {
                     for (at, right) in rights.iter().enumerate() {
                         for first in blocks.clone() {
                             let block = PanelProduct {
-                                a: copied.offset(words_before(first)),
+                                a: left_blocks.offset(words_before(first)),
                                 b: std::ptr::null(),
                                 c: sums.add(at * right_words + index * panel_words),
                                 rows,
