@@ -12,7 +12,7 @@ pub fn rows_of(tensor: &Tensor, dim: usize, rows: &[u32]) -> Result<Tensor> {
 }
 
 /// Concatenates tensors along a dimension, with their rows in order. `places` has the place of each row in the result,
-/// for the rows of the first tensor, then those of the second, and so on; each place occurs once.
+/// for the rows of the first tensor, then for the rows of the second, and so on; each place occurs once.
 pub fn joined_in_order(tensors: &[Tensor], dim: usize, places: &[u32]) -> Result<Tensor> {
     let mut sources = vec![0; places.len()];
     for (source, &place) in (0..).zip(places) {
