@@ -34,6 +34,9 @@ const MODEL_PREFIXES: [&str; 16] = [
 /// T5's name of the bias that the layers of a stack share, which is not a parameter of a layer.
 const RELATIVE_BIAS: &str = "relative_attention_bias.";
 
+/// The name of the module of a layer that chooses keys, which `load_onto` does not change.
+const INDEXER: &str = "indexer";
+
 /// An attention module that an adapter is loaded onto.
 pub(super) struct Target<'a> {
     /// The full name in the model.
@@ -174,20 +177,17 @@ impl Adapter {
                         target.layout
                     )
                 }
-                StoredName::Parameter { name: parameter }
-                    if is_below(parameter, &format!("{}.indexer", target.module)) =>
-                {
+                StoredName::Parameter { name: parameter } if is_below(parameter, target.module) => {
+                    let owner = if is_below(parameter, &join(target.module, INDEXER)) {
+                        " and of the layer's indexer"
+                    } else if parameter.contains(RELATIVE_BIAS) {
+                        ", which layers of a stack share"
+                    } else {
+                        continue;
+                    };
                     bail!(
-                        "[{OP}] {name} is in the file and of the layer's indexer, expected a layer of \
-                         `merged_builder` instead of `load_onto`"
-                    )
-                }
-                StoredName::Parameter { name: parameter }
-                    if is_below(parameter, target.module) && parameter.contains(RELATIVE_BIAS) =>
-                {
-                    bail!(
-                        "[{OP}] {name} is in the file, which layers of a stack share, expected a layer of \
-                         `merged_builder` instead of `load_onto`"
+                        "[{OP}] {name} is in the file{owner}, expected a layer of `merged_builder` instead of \
+                         `load_onto`"
                     )
                 }
                 _ => {}
