@@ -1,7 +1,7 @@
 //! Decoders and encoders of masks and boxes: SAM's. Positions are added to the inputs of queries and keys, and not of
 //! values, and a layer attends from one input to another.
 
-use super::{ENCODER, Family, NamedAttention};
+use super::{ENCODER, Family, NamedAttention, Rule};
 use crate::hf::rules;
 use candle_attention_core::WeightLayout;
 
@@ -16,35 +16,27 @@ const fn of_masks(path: &'static str, layout: WeightLayout) -> Family {
     ENCODER.layers(2).width(256).query_heads(8).at(MASK_DECODER, path, layout).section("mask_decoder_config")
 }
 
+/// Returns the attention of a decoder of masks from one input to another. `of_layers` narrows that of its layers.
+const fn cross_of_masks(layout: WeightLayout, of_layers: &'static [Rule]) -> [NamedAttention; 3] {
+    [
+        NamedAttention {
+            name: "cross_attn_token_to_image", family: of_masks(TO_IMAGE, layout).rules(of_layers),
+        },
+        NamedAttention {
+            name: "cross_attn_image_to_token", family: of_masks(TO_TOKENS, layout).rules(of_layers),
+        },
+        NamedAttention {
+            name: "final_attn_token_to_image",
+            family: of_masks(FINAL, layout).rules(&[rules::narrowed_width]).once(true),
+        },
+    ]
+}
+
 /// Half of the width is projected in each layer, and by a field in the last attention.
-const SAM: Family = of_masks(SELF, WeightLayout::Opt).named(&[
-    NamedAttention {
-        name: "cross_attn_token_to_image",
-        family: of_masks(TO_IMAGE, WeightLayout::Opt).rules(&[rules::half_width]),
-    },
-    NamedAttention {
-        name: "cross_attn_image_to_token",
-        family: of_masks(TO_TOKENS, WeightLayout::Opt).rules(&[rules::half_width]),
-    },
-    NamedAttention {
-        name: "final_attn_token_to_image",
-        family: of_masks(FINAL, WeightLayout::Opt).rules(&[rules::narrowed_width]).once(true),
-    },
-]);
-const SAM2: Family = of_masks(SELF, WeightLayout::Canonical).named(&[
-    NamedAttention {
-        name: "cross_attn_token_to_image",
-        family: of_masks(TO_IMAGE, WeightLayout::Canonical).rules(&[rules::narrowed_width]),
-    },
-    NamedAttention {
-        name: "cross_attn_image_to_token",
-        family: of_masks(TO_TOKENS, WeightLayout::Canonical).rules(&[rules::narrowed_width]),
-    },
-    NamedAttention {
-        name: "final_attn_token_to_image",
-        family: of_masks(FINAL, WeightLayout::Canonical).rules(&[rules::narrowed_width]).once(true),
-    },
-]);
+const SAM: Family = of_masks(SELF, WeightLayout::Opt).named(&SAM_CROSS);
+const SAM_CROSS: [NamedAttention; 3] = cross_of_masks(WeightLayout::Opt, &[rules::half_width]);
+const SAM2: Family = of_masks(SELF, WeightLayout::Canonical).named(&SAM2_CROSS);
+const SAM2_CROSS: [NamedAttention; 3] = cross_of_masks(WeightLayout::Canonical, &[rules::narrowed_width]);
 
 /// Returns the row of one attention of SAM 3.
 const fn of_sam3(prefixes: &'static [&'static str], path: &'static str) -> Family {
@@ -64,12 +56,14 @@ const DETR_DECODER: &[&str] = &["detr_decoder.", "detector_model.detr_decoder.",
 /// The scores of boxes and images have a bias by the place of the box, which the caller passes as a mask.
 const SAM3_DECODER: Family = of_sam3(DETR_DECODER, "layers.{}.self_attn").layers(6).named(&[
     NamedAttention { name: "text_cross_attn", family: of_sam3(DETR_DECODER, "layers.{}.text_cross_attn").layers(6) },
-    NamedAttention { name: "vision_cross_attn", family: of_sam3(DETR_DECODER, "layers.{}.vision_cross_attn").layers(6) },
+    NamedAttention {
+        name: "vision_cross_attn", family: of_sam3(DETR_DECODER, "layers.{}.vision_cross_attn").layers(6),
+    },
 ]);
 const SAM3_MASKS: Family = of_sam3(&["mask_decoder.", "detector_model.mask_decoder.", ""], "prompt_cross_attn")
     .once(true);
 
-/// In alphabetical order.
+/// The decoders and encoders, in alphabetical order.
 pub(super) const ROWS: &[Family] = &[
     SAM2.of("edgetam_mask_decoder"),
     SAM2.of("edgetam_video_mask_decoder"),
