@@ -221,12 +221,10 @@ const T5_DECODER: Family = T5_CROSS.at(T5_PREFIXES, "decoder.block.{}.layer.0.Se
 
 const MASKFORMER: &[&str] = &["model.transformer_module.", "transformer_module."];
 const PIX2STRUCT: &[&str] = &["decoder.", ""];
-const PIX2STRUCT_TEXT: Family = DECODER.of("pix2struct_text_model").layers_from("num_layers").width_from(HIDDEN)
-    .query_heads_from("num_heads").layers(12).width(768).query_heads(12).aliases(&[("head_dim", "d_kv")])
-    .heads(Heads::Same("num_key_value_heads")).dropout(Number("dropout_rate", 0.1)).scale(Scale::Fixed(1.0))
+const PIX2STRUCT_TEXT: Family = PIX2STRUCT_CROSS.of("pix2struct_text_model").layers(12).width(768).query_heads(12)
+    .dropout(Number("dropout_rate", 0.1)).mask(Mask::Causal)
     .at(PIX2STRUCT, "layer.{}.self_attention.attention", WeightLayout::Pix2Struct)
-    .positions(Positions::Relative { bidirectional: false }).only(&[("is_decoder", "true")]).rules(&[rules::t5_heads])
-    .cross(&PIX2STRUCT_CROSS);
+    .positions(Positions::Relative { bidirectional: false }).only(&[("is_decoder", "true")]).cross(&PIX2STRUCT_CROSS);
 const PIX2STRUCT_CROSS: Family = DECODER.layers_from("num_layers").width_from(HIDDEN).query_heads_from("num_heads")
     .aliases(&[("head_dim", "d_kv")]).heads(Heads::Same("num_key_value_heads")).scale(Scale::Fixed(1.0))
     .at(PIX2STRUCT, "layer.{}.encoder_decoder_attention.attention", WeightLayout::Pix2Struct)
