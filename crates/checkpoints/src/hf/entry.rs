@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use super::columns::Number;
 use super::families::{Family, Sizes, families};
 use super::fields::Fields;
-use super::layer_kinds;
+use super::latent::Windowed;
 use super::linear;
 use super::names::{DECODER_LAYERS, HIDDEN};
 use super::refused;
@@ -148,22 +148,26 @@ impl<'a> Entry<'a> {
         self.refuse_others(fields)?;
         let embed_dim = self.embed_dim(fields)?;
         let window = self.family.window.of(fields)?;
-        if let (Some(windowed), Some(_)) = (latent.windowed, window) {
-            let fields = &fields.clone().preferring(WINDOWED_FIELDS);
-            let num_heads = fields.get_or(self.family.size_names.num_heads, windowed.num_heads)?;
-            let width = windowed.latent.rotary_width(fields)?;
-            let own = self.family.windowed_rope.unwrap_or(*rope).of_kind(fields, "sliding_attention", width)?;
-            let cfg = windowed.latent.config(fields, embed_dim, num_heads, own)?.with_window(window);
-            cfg.validate()?;
-            return Ok(cfg);
-        }
-        let num_heads = self.num_heads(fields)?;
-        let width = latent.rotary_width(fields)?;
-        let own = match self.family.windowed_rope {
-            Some(_) => rope.of_kind(fields, layer_kinds::dots3(fields)?, width)?,
-            None => rope.config(fields, width)?,
+        let cfg = match latent.windowed {
+            Some(Windowed { kind, num_heads, latent }) if window.is_some() => {
+                let kind = kind(fields)?;
+                let fields = &fields.clone().preferring(WINDOWED_FIELDS);
+                let num_heads = fields.get_or(self.family.size_names.num_heads, *num_heads)?;
+                let width = latent.rotary_width(fields)?;
+                let own_rope = self.family.windowed_rope.unwrap_or(*rope).of_kind(fields, kind, width)?;
+                latent.config(fields, embed_dim, num_heads, own_rope)?
+            }
+            windowed => {
+                let num_heads = self.num_heads(fields)?;
+                let width = latent.rotary_width(fields)?;
+                let own_rope = match windowed {
+                    Some(Windowed { kind, .. }) => rope.of_kind(fields, kind(fields)?, width)?,
+                    None => rope.config(fields, width)?,
+                };
+                latent.config(fields, embed_dim, num_heads, own_rope)?
+            }
         };
-        let cfg = latent.config(fields, embed_dim, num_heads, own)?.with_window(window);
+        let cfg = cfg.with_window(window);
         cfg.validate()?;
         Ok(cfg)
     }

@@ -43,9 +43,12 @@ pub(super) struct Latent {
     pub indexer: Option<FamilyIndexer>,
 }
 
-/// The defaults of layers with a window.
+/// The layers with a window of a family whose other layers have none.
 #[derive(Clone, Copy)]
 pub(super) struct Windowed {
+    /// The function that returns the kind of any layer, by which its rotary positions are found.
+    pub kind: for<'a> fn(&Fields<'a>) -> Result<&'a str>,
+    /// The default of the number of heads.
     pub num_heads: usize,
     pub latent: Latent,
 }

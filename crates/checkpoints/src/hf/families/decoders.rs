@@ -371,9 +371,12 @@ const DOTS3: Latent = Latent {
     }),
     ..DOTS3_SHAPE
 };
-const DOTS3_WINDOWED: Windowed =
-    Windowed { num_heads: 64, latent: Latent { kv_lora_rank: 1024, nope_head_dim: 192, ..DOTS3_SHAPE } };
-const DOTS3_ROPE: Rope = rope(80_000_000.0, 524_288).interleaved().one_for_all(true).shares_scaling(true).rotates_whole(true);
+const DOTS3_WINDOWED: Windowed = Windowed {
+    kind: layer_kinds::dots3, num_heads: 64,
+    latent: Latent { kv_lora_rank: 1024, nope_head_dim: 192, ..DOTS3_SHAPE },
+};
+const DOTS3_ROPE: Rope = rope(80_000_000.0, 524_288).interleaved().one_for_all(true).shares_scaling(true)
+    .rotates_whole(true);
 
 /// Latent attention: DeepSeek's, and the same attention in other models.
 pub(super) const LATENT: &[Family] = &[
@@ -398,7 +401,8 @@ pub(super) const LATENT: &[Family] = &[
     DEEPSEEK_V3.of("kimi_k2").has_default_sizes(false),
     DEEPSEEK_V3.of("kimi_linear").layers(27).width(2304).query_heads(32).latent(KIMI_LINEAR).linear(Linear::KIMI)
         .only(&[("mla_use_nope", "true")]),
-    DEEPSEEK_V3.of("mistral_large4_text").modules([Some(NAMES), Some(MISTRAL_NAMES)]).layers(72).width(6144).query_heads(64)
+    DEEPSEEK_V3.of("mistral_large4_text").layers(72).width(6144).query_heads(64)
+        .modules([Some(NAMES), Some(MISTRAL_NAMES)])
         .rope(rope(10_000.0, 1_048_576).interleaved().default_parameters(MISTRAL_LARGE_4_ROPE)).latent(MISTRAL_LARGE_4),
     DEEPSEEK_V3.of("minicpm3").layers(62).width(2560).query_heads(40).rope(rope(10_000.0, 32_768)).latent(MINICPM3),
     DEEPSEEK_V3.of("youtu").layers(32).width(2048).query_heads(16).rope(by_flag(131_072)),
