@@ -15,6 +15,19 @@ pub(super) fn alternates_rotary(fields: &Fields) -> Result<bool> {
     }
 }
 
+/// Returns whether a layer has this kind in `layer_types`, and not "full_attention"; `None` without `layer_types`.
+pub(super) fn has_kind(fields: &Fields, kind: &str) -> Result<Option<bool>> {
+    match fields.of_layer("layer_types")? {
+        None => Ok(None),
+        Some(found) if found == kind => Ok(Some(true)),
+        Some(found) if found == "full_attention" => Ok(Some(false)),
+        Some(found) => fields.fail(format!(
+            "layer_types has {found} for layer {}, expected {kind:?} or \"full_attention\"",
+            fields.layer
+        )),
+    }
+}
+
 /// Returns the kind of a Dots 3 layer, by its name in new configurations: "indexed_attention", "full_attention" or
 /// "sliding_attention". Published ones call the first "full_attention" too.
 pub(super) fn dots3<'a>(fields: &Fields<'a>) -> Result<&'a str> {

@@ -10,7 +10,7 @@ use candle_core::Result;
 use serde_json::Value;
 
 use super::fields::Fields;
-use super::layer_kinds::is_fourth_from_last;
+use super::layer_kinds::{has_kind, is_fourth_from_last};
 
 /// A gate in the projection of the queries: Qwen 3 Next's.
 pub(super) const GATE_IN_QUERY: OutputGate = OutputGate {
@@ -189,15 +189,8 @@ pub(super) fn minimax_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
 /// have other names.
 pub(super) fn minimax_indexer(fields: &Fields, cfg: Config) -> Result<Config> {
     let published = fields.section("sparse_attention_config")?;
-    let is_sparse = match fields.of_layer("layer_types")? {
-        Some(kind) if kind == "minimax_m3_sparse" => true,
-        Some(kind) if kind == "full_attention" => false,
-        Some(kind) => {
-            return fields.fail(format!(
-                "layer_types has {kind} for layer {}, expected \"minimax_m3_sparse\" or \"full_attention\"",
-                fields.layer
-            ));
-        }
+    let is_sparse = match has_kind(fields, "minimax_m3_sparse")? {
+        Some(is_sparse) => is_sparse,
         None => published.of_layer("sparse_attention_freq")?.is_some_and(|flag| *flag == 1 || *flag == true),
     };
     if !is_sparse {
@@ -293,17 +286,7 @@ pub(super) fn esm_positions(fields: &Fields, cfg: Config) -> Result<Config> {
 /// without scale their queries.
 pub(super) fn llama4(fields: &Fields, cfg: Config) -> Result<Config> {
     let rotates = cfg.rope().is_some();
-    let is_chunked = match fields.of_layer("layer_types")? {
-        None => rotates,
-        Some(kind) if kind == "chunked_attention" => true,
-        Some(kind) if kind == "full_attention" => false,
-        Some(kind) => {
-            return fields.fail(format!(
-                "layer_types has {kind} for layer {}, expected \"chunked_attention\" or \"full_attention\"",
-                fields.layer
-            ));
-        }
-    };
+    let is_chunked = has_kind(fields, "chunked_attention")?.unwrap_or(rotates);
     let chunk = fields.nullable("attention_chunk_size", Some(8192))?;
     let mut cfg = cfg;
     if is_chunked {
@@ -343,20 +326,21 @@ pub(super) fn attention_temperature(fields: &Fields, cfg: Config) -> Result<Conf
     })
 }
 
+/// Reads the number of heads of the layer in a list; `None` without the list. `what` they are is for errors.
+fn heads_of_layer(fields: &Fields, name: &str, what: &str) -> Result<Option<usize>> {
+    let Some(found) = fields.of_layer(name)? else { return Ok(None) };
+    match found.as_u64().and_then(|heads| usize::try_from(heads).ok()) {
+        Some(heads) => Ok(Some(heads)),
+        None => fields.fail(format!("layer {} has {found} {what}, expected a whole number", fields.layer)),
+    }
+}
+
 /// Reads `gating` of Laguna, and the heads of each layer in `num_attention_heads_per_layer`.
 pub(super) fn laguna(fields: &Fields, cfg: Config) -> Result<Config> {
     let per_head = fields.get("gating").is_none_or(|gating| *gating == true || *gating == "per-head");
     let sigmoid_gate = if per_head { GATE_OF_HEADS } else { GATE };
     let gate = OutputGate { activation: GateActivation::Softplus, ..sigmoid_gate };
-    let heads = match fields.of_layer("num_attention_heads_per_layer")? {
-        None => cfg.num_heads(),
-        Some(heads) => match heads.as_u64().and_then(|heads| usize::try_from(heads).ok()) {
-            Some(heads) => heads,
-            None => {
-                return fields.fail(format!("layer {} has {heads} heads, expected a whole number", fields.layer));
-            }
-        },
-    };
+    let heads = heads_of_layer(fields, "num_attention_heads_per_layer", "heads")?.unwrap_or(cfg.num_heads());
     let key_heads = cfg.num_kv_heads();
     Ok(cfg.with_heads(heads, key_heads).with_output_gate(gate))
 }
@@ -459,13 +443,8 @@ pub(super) fn sapiens(fields: &Fields, cfg: Config) -> Result<Config> {
     let full = |name| fields.count(name, 8);
     let is_full = fields.layer < full("num_first_full_attention_layers")?
         || fields.layer >= fields.num_layers.saturating_sub(full("num_last_full_attention_layers")?);
-    let key_heads = match fields.of_layer("num_key_value_heads_per_layer")? {
-        Some(heads) => match heads.as_u64().and_then(|heads| usize::try_from(heads).ok()) {
-            Some(heads) => heads,
-            None => {
-                return fields.fail(format!("layer {} has {heads} key heads, expected a whole number", fields.layer));
-            }
-        },
+    let key_heads = match heads_of_layer(fields, "num_key_value_heads_per_layer", "key heads")? {
+        Some(heads) => heads,
         None if is_full => cfg.num_heads(),
         None => fields.get_or("num_key_value_attention_heads", 8)?,
     };
