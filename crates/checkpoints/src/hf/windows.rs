@@ -327,14 +327,12 @@ impl Stages {
     /// default, or with the widths of all stages.
     pub fn width(&self, fields: &Fields, name: &str, first: usize) -> Result<usize> {
         let [stage, _] = self.place(fields)?;
-        if let Widths::Each(defaults) = self.widths {
-            return of_stage(fields, name, defaults, stage);
-        }
+        let times = match self.widths {
+            Widths::Each(defaults) => return of_stage(fields, name, defaults, stage),
+            Widths::Equal => Some(1),
+            Widths::Doubled => u32::try_from(stage).ok().and_then(|stage| 2usize.checked_pow(stage)),
+        };
         let first = fields.get_or(name, first)?;
-        let mut times = Some(1);
-        if matches!(self.widths, Widths::Doubled) {
-            times = u32::try_from(stage).ok().and_then(|stage| 2usize.checked_pow(stage));
-        }
         match times.and_then(|times| first.checked_mul(times)) {
             Some(width) => Ok(width),
             None => fields.fail(format!("stage {stage} is too wide to address, from {first}")),
