@@ -16,7 +16,7 @@ static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
 #[derive(Debug, Clone)]
 pub(super) struct Fields<'a> {
     model: &'static str,
-    /// The layer; 0 before it is known.
+    /// The index of the layer; 0 before it is known.
     pub layer: usize,
     /// The number of layers; 0 before it is known.
     pub num_layers: usize,

@@ -31,8 +31,8 @@ impl Entry<'_> {
         // A renamed builder has its prefix twice, so the names are changed at the root.
         let prefix = vb.prefix();
         let renamed = vb.root().rename_f(move |name| {
-            let mut parts = name.rsplit('.').skip(1);
-            if of_caller.is_some_and(|module| parts.next() == Some(module)) {
+            let module_of_parameter = name.rsplit('.').nth(1);
+            if of_caller.is_some() && of_caller == module_of_parameter {
                 return format!("{name} of the caller");
             }
             match (sinks_name, name.strip_suffix(".sinks")) {
