@@ -15,6 +15,7 @@ mod positions;
 mod refused;
 mod rope;
 mod rules;
+mod shapes;
 #[cfg(test)]
 mod tests;
 mod windows;

@@ -9,6 +9,7 @@ use crate::hf::linear::Linear;
 use crate::hf::names::{ModuleNames, at};
 use crate::hf::rope::{Ntk, Rope, Rotated, rope};
 use crate::hf::rules::{self, GATE, GATE_IN_QUERY, GATE_OF_HEADS};
+use crate::hf::shapes;
 use crate::hf::windows::{self, Pattern::*, Window};
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
 use candle_attention_modules::norm::{QkNormKind, QkNormScope};
@@ -88,7 +89,7 @@ pub(super) const ROWS: &[Family] = &[
         .window(Window::Layers(ButFirstOf(4), Some(8192))),
     DECODER.of("dbrx").layers_from("n_layers").width_from("d_model").query_heads_from("n_heads").layers(24).width(2048)
         .query_heads(16).head_dim_follows(true)
-        .at(&["transformer.", ""], "blocks.{}.norm_attn_norm.attn", WQKV).heads(Heads::By(rules::dbrx_key_heads))
+        .at(&["transformer.", ""], "blocks.{}.norm_attn_norm.attn", WQKV).heads(Heads::By(shapes::dbrx_key_heads))
         .rope(rope(10_000.0, 2048)).rules(&[rules::dbrx]),
     // The mask, all patches before causal queries, is the caller's.
     QWEN2.of("deepseek_ocr2_encoder").mask(Mask::Encoder)
@@ -144,7 +145,7 @@ pub(super) const ROWS: &[Family] = &[
         name: "cross_attn",
         family: Family { rope: None, ..IDEFICS }.mask(Mask::Encoder)
             .at(MODEL, "gated_cross_attn_layers.{}.cross_attn", WeightLayout::Canonical)
-            .only(&[("qk_layer_norms", "false")]).rules(&[rules::idefics_cross]),
+            .only(&[("qk_layer_norms", "false")]).rules(&[shapes::idefics_cross]),
     }]),
     DECODER.of("jais2").layers(32).width(3328).query_heads(26).head_dim(128).bias(Bias::AllIf("attention_bias", true))
         .rope(rope(10_000.0, 8192)),
@@ -243,7 +244,7 @@ pub(super) const GATED: &[Family] = &[
     LLAMA.of("laguna").layers(40).width(2048).query_heads(48).grouped(8, 128)
         .rope(rope(500_000.0, 131_072).partial(0.5))
         .windowed_rope(rope(10_000.0, 131_072).partial(1.0)).qk_norm(rms_per_head(1e-6))
-        .window(Window::Layers(NoLayer, Some(512))).rules(&[rules::laguna]),
+        .window(Window::Layers(NoLayer, Some(512))).rules(&[shapes::laguna]),
     // Most of its layers are convolutions.
     LLAMA.of("lfm3").layers(24).width(2048).query_heads(16).grouped(4, 128)
         .rope(rope(1e6, 128_000).default_parameters(r#"{"rope_type": "proportional", "partial_rotary_factor": 0.5}"#))
@@ -266,7 +267,7 @@ pub(super) const GATED: &[Family] = &[
         .windowed_rope(rope(10_000.0, 128_000).partial(1.0))
         .qk_norm(rms_per_head(1e-5).kind(QkNormKind::RmsPlusOne)).window(Window::Layers(NoLayer, None))
         .only(&[("attention_other_setting", "null"), ("partial_rotary_factors", "null"), ("gating", "true")])
-        .gate(GATE_OF_HEADS).rules(&[rules::step3p5]),
+        .gate(GATE_OF_HEADS).rules(&[shapes::step3p5]),
 ];
 
 /// Decoders of text in which few layers have softmax attention, and the others are recurrences.
@@ -433,7 +434,7 @@ const GEMMA3N: Family = LLAMA.of("gemma3n_text").layers(35).width(2048).query_he
 const GEMMA4: Family = GEMMA3N.of("gemma4_text").layers(30).width(2304).query_heads(8).grouped(4, 256)
     .rope(PROPORTIONAL)
     .windowed_rope(rope(10_000.0, 131_072)).window(Window::NeverLast(ButLastOf(6), 512))
-    .mask(Mask::CausalOrBidirectional).kv_shared_layers(0).rules(&[rules::gemma4_full]);
+    .mask(Mask::CausalOrBidirectional).kv_shared_layers(0).rules(&[shapes::gemma4_full]);
 const GEMMA4_UNIFIED: Family = GEMMA4.of("gemma4_unified_text").window(Window::NeverLast(ButLastOf(6), 1024));
 /// Gemma 4 without layers that share keys and values: all layers project them.
 const UNSHARED: Family = Family { kv_shared_layers: None, ..GEMMA4 };
@@ -446,10 +447,10 @@ const T5GEMMA2: Family = GEMMA3_TEXT.of("t5gemma2_encoder").section("text_config
 pub(super) const GEMMAS: &[Family] = &[
     // Its encoder.
     UNSHARED.of("diffusion_gemma_text").below(&["model.encoder.language_model.", "encoder.language_model.", ""])
-        .rules(&[rules::diffusion_gemma_full]),
+        .rules(&[shapes::diffusion_gemma_full]),
     UNSHARED.of("embedding_gemma2_text").layers(24).width(512).query_heads(4).grouped(2, 256).rope(rope(1e6, 262_144))
         .windowed_rope(rope(10_000.0, 262_144)).window(Window::Layers(ButLastOf(6), Some(512))).mask(Mask::Encoder)
-        .rules(&[rules::embedding_gemma_full]),
+        .rules(&[shapes::embedding_gemma_full]),
     GEMMA,
     GEMMA2,
     GEMMA3_TEXT.of("gemma3").section("text_config").below(BELOW_IMAGES),

@@ -8,6 +8,7 @@ use crate::hf::fields::Aliases;
 use crate::hf::positions::{Deberta, Positions};
 use crate::hf::rope::{Ntk, Rotated, rope};
 use crate::hf::rules;
+use crate::hf::shapes;
 use crate::hf::windows::{self, Pattern::*, Window};
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
 use candle_attention_modules::norm::{QkNormKind, QkNormScope};
@@ -57,7 +58,7 @@ pub(super) const ROWS: &[Family] = &[
         .below(&["text_decoder.bert.", "text_encoder.", "bert.", ""]).mask(Mask::Encoder)
         .dropout(Number("attention_probs_dropout_prob", 0.0)).cross(
             &BERT.at(&["text_decoder.bert.", "text_encoder.", "bert.", ""], "encoder.layer.{}.crossattention",
-                WeightLayout::Bert).mask(Mask::Encoder).rules(&[rules::encoder_width]),
+                WeightLayout::Bert).mask(Mask::Encoder).rules(&[shapes::encoder_width]),
         ),
     ROBERTA.of("camembert"),
     BESIDE_IMAGES.of("chinese_clip_text_model"),
@@ -102,7 +103,7 @@ pub(super) const ROWS: &[Family] = &[
     BERT.of("mobilebert").layers_from(LAYERS).width_from("intra_bottleneck_size").query_heads_from(HEADS)
         .usual_names(false).layers(24).width(128).query_heads(4)
         .below(&["mobilebert.", ""]).mask(Mask::Encoder).only(&[("use_bottleneck", "true")])
-        .rules(&[rules::mobilebert_values]),
+        .rules(&[shapes::mobilebert_values]),
     ENCODER.of("mpnet").at(&["mpnet.", ""], "encoder.layer.{}.attention.attn", WeightLayout::T5)
         .dropout(Number("attention_probs_dropout_prob", 0.1)).shared_place(SharedPlace::Module("encoder"))
         .positions(Positions::MpNet),
@@ -115,7 +116,7 @@ pub(super) const ROWS: &[Family] = &[
             ("causal", "false"), ("rotary_emb_interleaved", "false"), ("rotary_emb_fraction", "1"),
             ("rotary_emb_scale_base", "null"),
         ])
-        .rules(&[rules::equal_heads, rules::nomic_scaling]),
+        .rules(&[shapes::equal_heads, rules::nomic_scaling]),
     BERT.of("rembert").layers(32).width(1152).query_heads(18).below(&["rembert.", ""])
         .dropout(Number("attention_probs_dropout_prob", 0.0)),
     ROBERTA,
@@ -209,13 +210,13 @@ const T5: Family = DECODER.layers_from("num_layers").width_from("d_model").query
     .at(T5_PREFIXES, "encoder.block.{}.layer.0.SelfAttention", WeightLayout::T5)
     .heads(Heads::Same("num_key_value_heads")).dropout(Number("dropout_rate", 0.1)).mask(Mask::Encoder)
     .scale(Scale::Fixed(1.0)).positions(Positions::Relative { bidirectional: true }).only(&[("is_decoder", "false")])
-    .rules(&[rules::t5_heads]).decoder(&T5_DECODER).cross(&T5_CROSS);
+    .rules(&[shapes::t5_heads]).decoder(&T5_DECODER).cross(&T5_CROSS);
 const T5_CROSS: Family = DECODER.layers_from(DECODER_LAYERS).width_from("d_model").query_heads_from("num_heads")
     .usual_names(false)
     .aliases(&[("head_dim", "d_kv"), ("hidden_size", "d_model"), ("num_attention_heads", "num_heads")])
     .at(T5_PREFIXES, "decoder.block.{}.layer.1.EncDecAttention", WeightLayout::T5)
     .heads(Heads::Same("num_key_value_heads")).mask(Mask::Encoder).scale(Scale::Fixed(1.0))
-    .only(&[("is_decoder", "false")]).rules(&[rules::t5_heads]);
+    .only(&[("is_decoder", "false")]).rules(&[shapes::t5_heads]);
 const T5_DECODER: Family = T5_CROSS.at(T5_PREFIXES, "decoder.block.{}.layer.0.SelfAttention", WeightLayout::T5)
     .mask(Mask::Causal).positions(Positions::Relative { bidirectional: false });
 
@@ -228,7 +229,7 @@ const PIX2STRUCT_TEXT: Family = PIX2STRUCT_CROSS.of("pix2struct_text_model").lay
 const PIX2STRUCT_CROSS: Family = DECODER.layers_from("num_layers").width_from(HIDDEN).query_heads_from("num_heads")
     .aliases(&[("head_dim", "d_kv")]).heads(Heads::Same("num_key_value_heads")).scale(Scale::Fixed(1.0))
     .at(PIX2STRUCT, "layer.{}.encoder_decoder_attention.attention", WeightLayout::Pix2Struct)
-    .mask(Mask::Encoder).rules(&[rules::t5_heads]);
+    .mask(Mask::Encoder).rules(&[shapes::t5_heads]);
 
 /// Prompts, which are additional keys, are not supported.
 const NO_PROMPT: &[(&str, &str)] = &[("use_prompt", "false")];
@@ -270,7 +271,7 @@ pub(super) const WITH_DECODERS: &[Family] = &[
     T5.of("t5").layers(6).width(512).query_heads(8),
     DETR.of("table-transformer").layers(6).width(256).query_heads(8),
     BART_DECODER.of("trocr").layers(12).width(1024).query_heads(16).usual_names(true).aliases(&[]).below(TROCR)
-        .cross(&BART_CROSS.usual_names(true).aliases(&[]).below(TROCR).rules(&[rules::trocr_cross])),
+        .cross(&BART_CROSS.usual_names(true).aliases(&[]).below(TROCR).rules(&[shapes::trocr_cross])),
     T5.of("umt5").layers(8).width(512).query_heads(6).shared_place(SharedPlace::EachLayer)
         .decoder(&T5_DECODER.shared_place(SharedPlace::EachLayer)),
     BART.of("whisper").layers(4).width(384).query_heads(6).bias(Bias::AllButKey)

@@ -4,6 +4,7 @@ use super::{Bias, DECODER, Family, HIDDEN, Heads, MODEL, Mask, Number, Scale, WQ
 use crate::hf::names::LAYERS;
 use crate::hf::rope::{Rotated, rope};
 use crate::hf::rules;
+use crate::hf::shapes;
 use crate::hf::windows::{self, Window};
 use candle_attention_core::WeightLayout;
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
@@ -40,9 +41,9 @@ const DIA: Family = DECODER.of("dia_decoder").layers(18).width(2048).query_heads
 /// The cross-attention of Dia, which has other numbers of heads than its self-attention.
 const DIA_CROSS: Family = DECODER.layers_from(LAYERS).width_from(HIDDEN).query_heads_from("cross_num_attention_heads")
     .layers(18).width(2048).query_heads(16)
-    .usual_names(false).heads(Heads::By(rules::dia_key_heads))
+    .usual_names(false).heads(Heads::By(shapes::dia_key_heads))
     .at(DIA_PREFIXES, "layers.{}.cross_attention", WeightLayout::Canonical).mask(Mask::Encoder)
-    .scale(Scale::Fixed(1.0)).rules(&[rules::dia_cross]);
+    .scale(Scale::Fixed(1.0)).rules(&[shapes::dia_cross]);
 
 const CANARY: Family = DECODER.of("canary_decoder").layers(8).width(1024).query_heads(8).below(CANARY_PREFIXES)
     .bias(Bias::AllIf("attention_bias", true));
@@ -70,11 +71,11 @@ pub(super) const ROWS: &[Family] = &[
         .at(&["encoder.", ""], "h.{}.attn", WeightLayout::Conv1d),
     DIA.cross(&DIA_CROSS),
     DECODER.of("falcon").layers(32).width(4544).query_heads(71).aliases(&[("n_embed", HIDDEN)])
-        .at(TRANSFORMER, "h.{}.self_attention", QUERY_KEY_VALUE).heads(Heads::By(rules::falcon_key_heads))
+        .at(TRANSFORMER, "h.{}.self_attention", QUERY_KEY_VALUE).heads(Heads::By(shapes::falcon_key_heads))
         .head_dim_follows(true).bias(Bias::AllIf("bias", false))
         .rope(rope(10_000.0, 2048).layers(Rotated::If(rules::has_no_alibi))).rules(&[rules::alibi_if_flag]),
     GPT2,
-    GPT.of("gpt_bigcode").at(TRANSFORMER, "h.{}.attn", C_ATTN).heads(Heads::By(rules::bigcode_key_heads))
+    GPT.of("gpt_bigcode").at(TRANSFORMER, "h.{}.attn", C_ATTN).heads(Heads::By(shapes::bigcode_key_heads))
         .rules(&[rules::bigcode_scale]),
     DECODER.of("gpt_neo").layers_from("num_layers").width_from(HIDDEN).query_heads_from("num_heads").layers(24)
         .width(2048).query_heads(16).heads(Heads::Equal)

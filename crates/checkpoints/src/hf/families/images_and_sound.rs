@@ -6,6 +6,7 @@ use crate::hf::fields::Aliases;
 use crate::hf::positions::{Cosine, Positions};
 use crate::hf::rope::rope;
 use crate::hf::rules;
+use crate::hf::shapes;
 use crate::hf::windows::{self, Stages, Widths, Window};
 use candle_attention_core::WeightLayout;
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
@@ -54,7 +55,7 @@ const BEIT: Family = VIT.of("beit").below(&["beit.", ""]).bias(Bias::AllButKey)
     .only(&[("use_relative_position_bias", "false"), ("use_shared_relative_position_bias", "false")]);
 const QFORMER_PREFIXES: &[&str] = &["qformer.", "model.qformer.", ""];
 const QFORMER_CROSS: Family = ENCODER.at(QFORMER_PREFIXES, "encoder.layer.{}.crossattention", WeightLayout::Vit)
-    .rules(&[rules::qformer_cross]);
+    .rules(&[shapes::qformer_cross]);
 const QFORMER: Family = ENCODER.of("blip_2_qformer").at(QFORMER_PREFIXES, BLOCKS, WeightLayout::Vit)
     .dropout(Number("attention_probs_dropout_prob", 0.1)).cross(&QFORMER_CROSS);
 
@@ -173,7 +174,7 @@ pub(super) const ROWS: &[Family] = &[
     }]),
     // Pools patches: the query is their mean.
     ENCODER.of("molmo2_adapter").width(1152).query_heads(16).grouped(16, 72).once(true)
-        .bias(Bias::AllIf("attention_bias", true)).rules(&[rules::several_layers])
+        .bias(Bias::AllIf("attention_bias", true)).rules(&[shapes::several_layers])
         .at(&["model.vision_backbone.", "vision_backbone.", "model.adapter.", "adapter.", ""], "image_pooling_2d",
             WeightLayout::Canonical),
     WHISPER.of("moss_transcribe_diarize_audio").layers(24).width(1024).query_heads(16).aliases(VOXTRAL_ALIASES),
@@ -194,7 +195,7 @@ pub(super) const ROWS: &[Family] = &[
     CLIP_IMAGES.of("phi4_multimodal_vision").layers(27).width(1152).query_heads(16)
         .below(&["model.embed_tokens_extend.image_embed.img_processor.", ""]),
     KOSMOS_2_5_IMAGES.of("pix2struct_vision_model").layers(12).width(768).query_heads(12).heads(Heads::Equal)
-        .scale(Scale::Fixed(1.0)).dropout(Number("attention_dropout", 0.0)).rules(&[rules::t5_heads]),
+        .scale(Scale::Fixed(1.0)).dropout(Number("attention_dropout", 0.0)).rules(&[shapes::t5_heads]),
     // Each variable is a row of a batch.
     ENCODER.of("patchtst").layers_from(LAYERS).width_from("d_model").query_heads_from(HEADS).layers(3).width(128)
         .query_heads(4).bias(Bias::AllIf("bias", true))

@@ -6,6 +6,7 @@ use super::{DECODER, ENCODER, LLAMA, QKV, rms_per_head};
 use crate::hf::linear::Linear;
 use crate::hf::rope::{Axes, Rope, rope};
 use crate::hf::rules::{self, GATE_IN_QUERY};
+use crate::hf::shapes;
 use crate::hf::windows::{self, Window};
 use candle_attention_core::{RopeAxisLayout, WeightLayout};
 use candle_attention_modules::norm::QkNormKind;
@@ -162,7 +163,7 @@ pub(super) const ROWS: &[Family] = &[
         .at(&["", "backbone."], "blocks.{}.attn", WeightLayout::Sapiens)
         .or_at(&["model.model.", "model.", "backbone.model.", ""], "layer.{}.attention", WeightLayout::Canonical)
         .bias(Bias::Each(&[("query_bias", true), ("key_bias", true), ("value_bias", true), ("proj_bias", true)]))
-        .rules(&[rules::sapiens]),
+        .rules(&[shapes::sapiens]),
     // Columns, then rows.
     TOWER.of("step3p5_vision").layers(47).width(1536).query_heads(16).rope(image(10_000.0).interleaved())
         .at(&["vision_model.", "model.vision_model.", ""], "transformer.resblocks.{}.attn", WeightLayout::Torch),

@@ -2,7 +2,7 @@
 //! values, and a layer attends from one input to another.
 
 use super::{ENCODER, Family, NamedAttention, Rule};
-use crate::hf::rules;
+use crate::hf::shapes;
 use candle_attention_core::WeightLayout;
 
 const MASK_DECODER: &[&str] = &["mask_decoder.", "tracker_model.mask_decoder.", ""];
@@ -27,16 +27,16 @@ const fn cross_of_masks(layout: WeightLayout, of_layers: &'static [Rule]) -> [Na
         },
         NamedAttention {
             name: "final_attn_token_to_image",
-            family: of_masks(FINAL, layout).rules(&[rules::narrowed_width]).once(true),
+            family: of_masks(FINAL, layout).rules(&[shapes::narrowed_width]).once(true),
         },
     ]
 }
 
 /// Half of the width is projected in each layer, and by a field in the last attention.
 const SAM: Family = of_masks(SELF, WeightLayout::Opt).named(&SAM_CROSS);
-const SAM_CROSS: [NamedAttention; 3] = cross_of_masks(WeightLayout::Opt, &[rules::half_width]);
+const SAM_CROSS: [NamedAttention; 3] = cross_of_masks(WeightLayout::Opt, &[shapes::half_width]);
 const SAM2: Family = of_masks(SELF, WeightLayout::Canonical).named(&SAM2_CROSS);
-const SAM2_CROSS: [NamedAttention; 3] = cross_of_masks(WeightLayout::Canonical, &[rules::narrowed_width]);
+const SAM2_CROSS: [NamedAttention; 3] = cross_of_masks(WeightLayout::Canonical, &[shapes::narrowed_width]);
 
 /// Returns the row of one attention of SAM 3.
 const fn of_sam3(prefixes: &'static [&'static str], path: &'static str) -> Family {
