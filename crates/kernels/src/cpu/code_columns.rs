@@ -98,9 +98,13 @@ pub(crate) trait CodeNumbers {
     unsafe fn load<V: Vector>(b: *const f32, column: usize, panel: usize, scales: &CodeScales<V>) -> Self::Loaded<V>;
     /// The number of a group besides its scale.
     const OFFSET: OffsetKind = OffsetKind::None;
-    /// A factor of the scales, because codes are taken from words as numbers divided by it: a power of two, which
-    /// changes no digit of the product.
-    const FACTOR: Option<f32> = None;
+
+    /// Returns a factor of the scales, because codes are taken from words as numbers divided by it: a power of two,
+    /// which changes no digit of the product.
+    #[inline(always)]
+    fn factor(_format: &Format) -> Option<f32> {
+        None
+    }
 
     /// Takes the numbers of the highest code of each word.
     ///
@@ -115,7 +119,7 @@ pub(crate) trait WordCodeNumbers {
     const BITS: u32;
     /// As [`CodeNumbers::OFFSET`].
     const OFFSET: OffsetKind = OffsetKind::None;
-    /// As [`CodeNumbers::FACTOR`].
+    /// As [`CodeNumbers::factor`].
     const FACTOR: Option<f32> = None;
 
     /// Takes the numbers of the highest code of each word.
@@ -128,8 +132,12 @@ pub(crate) trait WordCodeNumbers {
 impl<N: WordCodeNumbers> CodeNumbers for N {
     const BITS: u32 = N::BITS;
     const OFFSET: OffsetKind = N::OFFSET;
-    const FACTOR: Option<f32> = N::FACTOR;
     type Loaded<V: Vector> = V;
+
+    #[inline(always)]
+    fn factor(_: &Format) -> Option<f32> {
+        N::FACTOR
+    }
 
     #[inline(always)]
     unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize, _: &CodeScales<V>) -> V {
@@ -235,6 +243,14 @@ impl CodeNumbers for FromBytes {
     const BITS: u32 = 4;
     const FAST_TABLES: Option<bool> = Some(false);
     type Loaded<V: Vector> = StepBytes<V>;
+
+    #[inline(always)]
+    fn factor(format: &Format) -> Option<f32> {
+        match format {
+            Format::Codes(CodeFormat { values: CodeValues::Bytes(table), .. }) => Some(table.factor()),
+            _ => None,
+        }
+    }
 
     #[inline(always)]
     unsafe fn load<V: Vector>(b: *const f32, column: usize, _: usize, scales: &CodeScales<V>) -> StepBytes<V> {
@@ -350,19 +366,15 @@ impl<C: CodeNumbers, S: BlockScales> Columns for CodeBlocks<C, S> {
     unsafe fn scales<V: Vector>(block: &ColumnBlock, group: usize, column: usize) -> CodeScales<V> {
         let mut table = std::ptr::null();
         let mut bytes = std::ptr::null();
-        let mut factor = C::FACTOR;
         match block.format {
             Format::Codes(CodeFormat { values: CodeValues::Table(own), .. }) => table = own.as_ptr(),
-            Format::Codes(CodeFormat { values: CodeValues::Bytes(own), .. }) => {
-                bytes = own.as_ptr();
-                factor = Some(own.factor());
-            }
+            Format::Codes(CodeFormat { values: CodeValues::Bytes(own), .. }) => bytes = own.as_ptr(),
             _ => {}
         }
         // SAFETY: as this method's contract.
         unsafe {
             let LoadedScales { mut scale, offset } = S::load::<V>(block, group, column, C::OFFSET);
-            if let Some(factor) = factor {
+            if let Some(factor) = C::factor(block.format) {
                 scale = scale.mul(V::splat(factor));
             }
             CodeScales { scale, offset, table, bytes }
