@@ -238,7 +238,7 @@ pub trait Kernel: Sized {
 }
 
 /// A guard of configured tile registers, which it releases when it is dropped.
-#[allow(dead_code, reason = "few processors have any")]
+#[allow(dead_code, reason = "only kernels for x86-64 have tile registers")]
 pub struct Tiles {
     pub(super) release: unsafe fn(),
 }

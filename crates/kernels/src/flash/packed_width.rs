@@ -28,7 +28,8 @@ impl PackedWidth {
         }
     }
 
-    /// Returns the number of words that [`pack_columns`](super::pack::pack_columns) writes for a block of rows of this width.
+    /// Returns the number of words that [`pack_columns`](super::pack::pack_columns) writes for a block of rows of this
+    /// width.
     pub fn column_words(&self, layout: Layout) -> usize {
         match layout.elements {
             1 => self.rows / layout.rows * column_group(layout),

@@ -108,8 +108,9 @@ impl Vector for Scalar {
         }
         fn look_up_bytes(self, table: *const i8) -> TableBytes<Self> {
             let entries = table.cast::<[u8; 16]>().read_unaligned();
-            let look_up = |x: f32, shift: u32| {
-                f32::from_bits(u32::from_ne_bytes(x.to_bits().to_ne_bytes().map(|byte| entries[usize::from(byte >> shift & 0xf)])))
+            let look_up = |word: f32, shift: u32| {
+                let codes = word.to_bits().to_ne_bytes().map(|byte| byte >> shift & 0xf);
+                f32::from_bits(u32::from_ne_bytes(codes.map(|code| entries[usize::from(code)])))
             };
             TableBytes { upper: self.map(|x| look_up(x, 4)), lower: self.map(|x| look_up(x, 0)) }
         }
