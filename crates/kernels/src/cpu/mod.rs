@@ -50,7 +50,7 @@ pub(crate) use kernel::{
 };
 pub use memory::large_page_vec;
 pub(crate) use memory::{CacheLine, Scratch, SharedPtr, Unwritten};
-pub(crate) use panel::{Format, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct};
+pub(crate) use panel::{Format, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, RightOperand};
 pub(crate) use product::{add_products, multiply};
 pub(crate) use threads::for_each_index;
 pub use threads::{WorkSize, Workers, for_each_chunk, for_each_task};

@@ -13,10 +13,10 @@ pub(crate) const MAX_COLUMNS: usize = 64;
 pub(super) const BF16_PAIR: usize = 2;
 
 /// A matrix product over one panel of columns: `C = A B`, or `C = C · factors + A B`. Strides and sizes count 32-bit
-/// words. B is (depth, panel) and C is (rows, panel), both contiguous.
+/// words. C is (rows, panel) and contiguous.
 pub struct PanelProduct {
     pub a: LeftOperand,
-    pub b: *const f32,
+    pub b: RightOperand,
     pub c: *mut f32,
     pub rows: usize,
     pub depth: usize,
@@ -25,11 +25,6 @@ pub struct PanelProduct {
     pub vectors: usize,
     /// A factor for each column of C, or `None` if C is overwritten.
     pub factors: Option<*const f32>,
-    /// The columns of the panel in memory: [`K::PANEL`](super::Kernel::PANEL), or fewer where B is pairs of bf16 that
-    /// were packed for another kernel.
-    pub panel: usize,
-    /// The format of B. A kernel for words of two elements ignores it: its B is words of two elements.
-    pub format: Format,
     /// The bytes that are prefetched meanwhile.
     pub next: NextBytes,
 }
@@ -69,6 +64,25 @@ impl LeftOperand {
     #[inline(always)]
     pub fn offset(self, words: usize) -> Self {
         Self { at: self.at.wrapping_add(words), ..self }
+    }
+}
+
+/// The right operand of a product, (depth, panel), contiguous.
+#[derive(Clone, Copy)]
+pub struct RightOperand {
+    pub at: *const f32,
+    /// The number of columns of the panel in memory: [`K::PANEL`](super::Kernel::PANEL), or fewer for pairs of bf16
+    /// that were packed for another kernel.
+    pub panel: usize,
+    /// The format of the numbers. A kernel for words of two elements ignores it: its operand is words of two elements.
+    pub format: Format,
+}
+
+impl RightOperand {
+    /// Returns an operand of words of the kernel's elements.
+    #[inline(always)]
+    pub fn words(at: *const f32, panel: usize) -> Self {
+        Self { at, panel, format: Format::F32 }
     }
 }
 

@@ -24,7 +24,7 @@ pub(crate) unsafe fn multiply<K: Kernel>(product: &PanelProduct) {
         if const { K::IS_BF16 } {
             multiply_in_format::<K, Words>(product);
         } else {
-            with_columns(product.format, MultiplyFormat::<K> { product, kernel: PhantomData });
+            with_columns(product.b.format, MultiplyFormat::<K> { product, kernel: PhantomData });
         }
     }
 }
@@ -87,10 +87,10 @@ unsafe fn accumulate<K: Kernel, B: Columns, const N: usize>(
         if const { B::IS_WORDS } && K::accumulate_words(sums.as_flattened_mut(), product, a) {
             return;
         }
-        let panel = if const { B::HAS_ANY_PANEL } { product.panel } else { K::PANEL };
-        let mut b = product.b;
+        let panel = if const { B::HAS_ANY_PANEL } { product.b.panel } else { K::PANEL };
+        let mut b = product.b.at;
         for _ in 0..product.depth / B::BLOCK {
-            let block = ColumnBlock { at: b, panel, format: &product.format };
+            let block = ColumnBlock { at: b, panel, format: &product.b.format };
             let group = B::group(&block);
             b = B::numbers(&block);
             for group_index in 0..B::BLOCK / group {

@@ -1,7 +1,7 @@
 //! The products of a packed block with a tile, over the parts of both that attend to each other.
 
 use super::tile::{Overlap, TilePart};
-use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, Vector, multiply};
+use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, RightOperand, Vector, multiply};
 
 /// Computes the product of a block's keys with a tile's queries, (depth, panel), over a part of both; or of its values
 /// with the gradients of outputs.
@@ -22,14 +22,12 @@ pub(super) unsafe fn multiply_keys<K: Kernel>(
     unsafe {
         multiply::<K>(&PanelProduct {
             a: rows.offset((part.keys.start - overlap.block_start) * rows.row),
-            b: columns.add(column),
+            b: RightOperand::words(columns.add(column), K::PANEL),
             c: to.add((part.keys.start - overlap.keys.start) * K::PANEL + column),
             rows: part.keys.len().next_multiple_of(K::ROWS),
             depth,
             vectors: part.vectors.len(),
             factors: None,
-            panel: K::PANEL,
-            format: Format::F32,
             next: NextBytes::NONE,
         });
     }
@@ -52,18 +50,17 @@ pub(super) unsafe fn add_values<K: Kernel>(
     to: *mut f32,
 ) {
     let column = part.vectors.start * K::Vector::LANES;
+    let first_row = (part.keys.start - overlap.keys.start) / K::ELEMENTS;
     // SAFETY: as this function's contract.
     unsafe {
         multiply::<K>(&PanelProduct {
             a: values.offset((part.keys.start - overlap.block_start) / K::ELEMENTS * values.step),
-            b: weights.add((part.keys.start - overlap.keys.start) / K::ELEMENTS * K::PANEL + column),
+            b: RightOperand::words(weights.add(first_row * K::PANEL + column), K::PANEL),
             c: to.add(column),
             rows,
             depth: part.keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH),
             vectors: part.vectors.len(),
             factors: Some(factors.as_ptr().add(column)),
-            panel: K::PANEL,
-            format: Format::F32,
             next: NextBytes::NONE,
         });
     }

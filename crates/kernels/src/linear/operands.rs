@@ -5,7 +5,9 @@ use std::ops::Range;
 
 use super::matrix::{Matrix, Square};
 use super::weight::PackedWeight;
-use crate::cpu::{Format, InstructionSet, Kernel, LeftOperand, MAX_LANES, NextBytes, PanelProduct, Vector, multiply};
+use crate::cpu::{
+    Format, InstructionSet, Kernel, LeftOperand, MAX_LANES, NextBytes, PanelProduct, RightOperand, Vector, multiply,
+};
 use crate::error::{Error, check_instruction_set};
 use crate::number::Number;
 
@@ -291,7 +293,7 @@ impl<X: Number> Right<'_, X> {
                     }
                 }
             }
-            product.b = copy;
+            product.b = RightOperand::words(copy, K::PANEL);
             multiply::<K>(&product);
         }
     }

@@ -9,8 +9,8 @@ use super::operands::{BLOCK, BLOCK_ROW, Left, Right};
 use super::product::Product;
 use super::split::TaskSplit;
 use crate::cpu::{
-    Format, Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, Scratch, SharedPtr, SimdTask, Vector, WorkSize,
-    Workers, dispatch_f32, for_each_task, prefetch_bytes,
+    Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, RightOperand, Scratch, SharedPtr, SimdTask, Vector,
+    WorkSize, Workers, dispatch_f32, for_each_task, prefetch_bytes,
 };
 use crate::error::{Error, check_len};
 use crate::number::{Number, load_first, store_first};
@@ -214,14 +214,12 @@ impl<X: Number> SimdTask for Task<'_, X> {
                         for first in blocks.clone() {
                             let block = PanelProduct {
                                 a: left_blocks.offset(words_before(first)),
-                                b: std::ptr::null(),
+                                b: RightOperand::words(std::ptr::null(), K::PANEL),
                                 c: sums.add(at * right_words + index * panel_words),
                                 rows,
                                 depth: steps(first),
                                 vectors: right.columns_of::<K>(panel).len().div_ceil(K::Vector::LANES),
                                 factors: (first > 0).then_some(ones.as_ptr()),
-                                panel: K::PANEL,
-                                format: Format::F32,
                                 next: next_bytes::<K>(right, panels, panel, first..first + steps(first)),
                             };
                             right.multiply::<K>(panel, first * K::ELEMENTS, right_copy, block);

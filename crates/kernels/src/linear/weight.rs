@@ -7,8 +7,9 @@ use std::ops::Range;
 use super::code_numbers::unpack_codes;
 use super::matrix::Square;
 use crate::cpu::{
-    ColumnBlock, Columns, Format, InstructionSet, Kernel, NextBytes, PanelProduct, Scratch, SharedPtr, SimdTask,
-    Vector, WithColumns, WorkSize, Workers, for_each_index, is_of_others, multiply, with_columns, with_number_columns,
+    ColumnBlock, Columns, Format, InstructionSet, Kernel, NextBytes, PanelProduct, RightOperand, Scratch, SharedPtr,
+    SimdTask, Vector, WithColumns, WorkSize, Workers, for_each_index, is_of_others, multiply, with_columns,
+    with_number_columns,
 };
 use crate::error::Error;
 use crate::number::Number;
@@ -140,16 +141,12 @@ impl PackedWeight {
     ) {
         // SAFETY: as this method's contract; the panel's inputs from `first` on are valid for the depth of the product.
         unsafe {
-            product.b = self.at(panel, first);
-            product.panel = self.panel;
-            product.format = self.format;
+            product.b = RightOperand { at: self.at(panel, first), panel: self.panel, format: self.format };
             if self.is_widened::<K>(product.rows) {
                 let inputs = first..first + product.depth;
                 let columns = 0..self.panel;
                 K::Vector::run_simd(Widen { weight: self, panel, columns, inputs, to: widened, stride: K::PANEL });
-                product.b = widened;
-                product.panel = K::PANEL;
-                product.format = Format::F32;
+                product.b = RightOperand::words(widened, K::PANEL);
             }
             multiply::<K>(&product);
         }

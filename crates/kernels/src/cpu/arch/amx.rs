@@ -83,7 +83,7 @@ unsafe fn block_32_by_32(product: &PanelProduct, row: usize) {
         }
         for depth in (0..product.depth).step_by(TILE) {
             let a = product.a.at.add(row / TILE * product.a.group + depth);
-            let b = product.b.add(depth * PANEL);
+            let b = product.b.at.add(depth * PANEL);
             tile!("load", "6", b, PANEL);
             tile!("load", "4", a, product.a.row);
             tile!("multiply", "0", "4", "6");
@@ -114,7 +114,7 @@ unsafe fn block_16_by_16(product: &PanelProduct, row: usize, column: usize) {
             tile!("zero", "0");
         }
         for depth in (0..product.depth).step_by(TILE) {
-            tile!("load", "6", product.b.add(depth * PANEL + column), PANEL);
+            tile!("load", "6", product.b.at.add(depth * PANEL + column), PANEL);
             tile!("load", "4", product.a.at.add(row / TILE * product.a.group + depth), product.a.row);
             tile!("multiply", "0", "4", "6");
         }

@@ -193,7 +193,7 @@ unsafe fn four_rows_by_three(sums: &mut [Avx2], product: &PanelProduct, a: *cons
             "dec {left}",
             "jnz 2b",
             a = inout(reg) a => _,
-            b = inout(reg) product.b => _,
+            b = inout(reg) product.b.at => _,
             left = inout(reg) product.depth => _,
             row = in(reg) row,
             rows = in(reg) 3 * row,

@@ -287,7 +287,7 @@ unsafe fn tile<M: ByLane, const N: usize>(product: &PanelProduct, row: usize) {
     unsafe {
         let mut sums: TileSums<N> = [[vdupq_n_f32(0.0); ROWS]; N];
         let mut a = product.a.at.wrapping_add(row / ROWS * product.a.group);
-        let mut b = product.b;
+        let mut b = product.b.at;
         let mut left = product.depth;
         if a_row == 1 {
             while left > 0 {

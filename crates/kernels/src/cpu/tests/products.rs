@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::{Sequence, on_every_instruction_set};
-use crate::cpu::{Format, Kernel, LeftOperand, NextBytes, PanelProduct, SimdTask, Vector, multiply};
+use crate::cpu::{Kernel, LeftOperand, NextBytes, PanelProduct, RightOperand, SimdTask, Vector, multiply};
 
 /// Returns a word of one or two elements.
 fn word<K: Kernel>(elements: [f32; 2]) -> f32 {
@@ -67,14 +67,12 @@ impl Case {
         let before = c.clone();
         let product = PanelProduct {
             a: LeftOperand { at: a.as_ptr(), group: a_group, row: a_row, step: a_step },
-            b: b.as_ptr(),
+            b: RightOperand::words(b.as_ptr(), panel),
             c: c.as_mut_ptr(),
             rows,
             depth,
             vectors,
             factors: accumulates.then_some(factors.as_ptr()),
-            panel,
-            format: Format::F32,
             next: NextBytes::NONE,
         };
         // SAFETY: the processor has the instruction set of K; the matrices have these sizes.

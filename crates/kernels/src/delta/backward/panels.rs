@@ -1,6 +1,6 @@
 //! Matrices in the form that the kernel multiplies.
 
-use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, Scratch, Vector};
+use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, RightOperand, Scratch, Vector};
 
 /// A matrix whose columns are divided into panels of the kernel: (panels, rows, panel).
 pub(super) struct Panels {
@@ -103,14 +103,12 @@ pub(super) unsafe fn multiply<K: Kernel>(a: LeftOperand, b: *const f32, c: *mut 
     unsafe {
         crate::cpu::multiply::<K>(&PanelProduct {
             a,
-            b,
+            b: RightOperand::words(b, K::PANEL),
             c,
             rows,
             depth,
             vectors,
             factors,
-            panel: K::PANEL,
-            format: Format::F32,
             next: NextBytes::NONE,
         })
     }

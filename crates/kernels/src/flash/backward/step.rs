@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::call::BackwardCall;
 use super::memory::{BackwardScratch, BlockMemory, BlockRowsMemory, RowSize};
 use super::tile_gradient::{ColumnStats, TileGradient, TileModifierGradients};
-use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, Vector, multiply};
+use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, RightOperand, Vector, multiply};
 use crate::flash::block_products::{add_values, multiply_keys};
 use crate::flash::kv_rows::{KvHeadRows, is_finite_row};
 use crate::flash::options::ScoreUnits;
@@ -264,14 +264,12 @@ unsafe fn add_rows<K: Kernel>(
         unsafe {
             multiply::<K>(&PanelProduct {
                 a: LeftOperand { at: weights.add(row + start), group: K::ROWS * words, row: words, step: 1 },
-                b: rows.add((panel * words + start) * K::PANEL),
+                b: RightOperand::words(rows.add((panel * words + start) * K::PANEL), K::PANEL),
                 c: to.add((panel * K::BLOCK + part.keys.start - overlap.block_start) * K::PANEL),
                 rows: part.keys.len().next_multiple_of(K::MIN_ROWS),
                 depth: end - start,
                 vectors: size.vectors_of(panel),
                 factors: Some(ONES.as_ptr()),
-                panel: K::PANEL,
-                format: Format::F32,
                 next: NextBytes::NONE,
             });
         }
