@@ -332,12 +332,10 @@ const SWIN: Family = ENCODER.of("swin").at(&["swin.", ""], SWIN_BLOCKS, WeightLa
 /// Keys and values are made of a coarser grid, which the caller makes of the input.
 const REDUCED: Family = ENCODER.of("segformer").layers_from("depths").width_from("hidden_sizes")
     .query_heads_from("num_attention_heads").usual_names(false).layers(0).width(0).query_heads(0)
-    .dropout(Number("attention_probs_dropout_prob", 0.0)).of_caller("sr").stages(Stages {
-        depths: &[2; 4], heads: &[1, 2, 5, 8], widths: Widths::Each(&[32, 64, 160, 256]),
-    });
-const PVT_STAGES: Stages = Stages {
-    depths: &[2; 4], heads: &[1, 2, 5, 8], widths: Widths::Each(&[64, 128, 320, 512]),
-};
+    .dropout(Number("attention_probs_dropout_prob", 0.0)).of_caller("sr").stages(REDUCED_STAGES);
+const REDUCED_STAGES: Stages =
+    Stages { depths: &[2; 4], heads: &[1, 2, 5, 8], widths: Widths::Each(&[32, 64, 160, 256]) };
+const PVT_STAGES: Stages = Stages { widths: Widths::Each(&[64, 128, 320, 512]), ..REDUCED_STAGES };
 
 /// Encoders of images and spectrograms in stages: in windows, with a table of biases or cosine scores, or with keys and
 /// values of a coarser grid.
