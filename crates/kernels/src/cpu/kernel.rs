@@ -265,15 +265,11 @@ pub trait SimdTask {
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! compiled_for {
     ($features:literal) => {
+        #[inline(never)]
+        #[target_feature(enable = $features)]
         unsafe fn run_simd(task: impl crate::cpu::SimdTask) {
-            #[inline(never)]
-            #[target_feature(enable = $features)]
-            unsafe fn compiled<K: crate::cpu::Kernel>(task: impl crate::cpu::SimdTask) {
-                // SAFETY: the processor has the instruction set, whose instructions this function is compiled for.
-                unsafe { task.run::<K>() }
-            }
-            // SAFETY: the processor has the instruction set, by the contract of `run_simd`.
-            unsafe { compiled::<Self>(task) }
+            // SAFETY: the processor has the instruction set, whose instructions this function is compiled for.
+            unsafe { task.run::<Self>() }
         }
     };
 }
