@@ -51,6 +51,6 @@ pub(crate) use kernel::{
 pub use memory::large_page_vec;
 pub(crate) use memory::{CacheLine, Scratch, SharedPtr, Unwritten};
 pub(crate) use panel::{Format, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, RightOperand};
-pub(crate) use product::{add_products, multiply};
+pub(crate) use product::{add_products, multiply, multiply_words};
 pub(crate) use threads::for_each_index;
 pub use threads::{WorkSize, Workers, for_each_chunk, for_each_task};

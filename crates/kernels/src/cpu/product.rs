@@ -22,11 +22,21 @@ pub(crate) unsafe fn multiply<K: Kernel>(product: &PanelProduct) {
     // SAFETY: as this function's contract.
     unsafe {
         if const { K::IS_BF16 } {
-            multiply_in_format::<K, Words>(product);
+            multiply_words::<K>(product);
         } else {
             with_columns(product.b.format, MultiplyFormat::<K> { product, kernel: PhantomData });
         }
     }
+}
+
+/// Computes a product as [`multiply`] does, whose right operand is known to be words of the kernel's elements.
+///
+/// # Safety
+/// As [`multiply`].
+#[inline(always)]
+pub(crate) unsafe fn multiply_words<K: Kernel>(product: &PanelProduct) {
+    // SAFETY: as this function's contract.
+    unsafe { K::run_simd(MultiplyPanel::<Words> { product, format: PhantomData }) }
 }
 
 /// A product that waits for the format of its right operand.
@@ -42,18 +52,8 @@ impl<K: Kernel> WithColumns for MultiplyFormat<'_, K> {
             unreachable!("weights have other formats on this instruction set");
         }
         // SAFETY: the product is valid for the kernel, by the contract of `multiply`.
-        unsafe { multiply_in_format::<K, B>(self.product) }
+        unsafe { K::run_simd(MultiplyPanel::<B> { product: self.product, format: PhantomData }) }
     }
-}
-
-/// Computes a product whose right operand has the format B, in a function that is compiled for the instruction set.
-///
-/// # Safety
-/// As [`multiply`].
-#[inline(always)]
-unsafe fn multiply_in_format<K: Kernel, B: Columns>(product: &PanelProduct) {
-    // SAFETY: as this function's contract.
-    unsafe { K::run_simd(MultiplyPanel::<B> { product, format: PhantomData }) }
 }
 
 /// A product as a task, whose right operand has the format B.

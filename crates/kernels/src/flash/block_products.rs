@@ -1,7 +1,7 @@
 //! The products of a packed block with a tile, over the parts of both that attend to each other.
 
 use super::tile::{Overlap, TilePart};
-use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, RightOperand, Vector, multiply};
+use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, RightOperand, Vector, multiply_words};
 
 /// Computes the product of a block's keys with a tile's queries, (depth, panel), over a part of both; or of its values
 /// with the gradients of outputs.
@@ -20,7 +20,7 @@ pub(super) unsafe fn multiply_keys<K: Kernel>(
     let column = part.vectors.start * K::Vector::LANES;
     // SAFETY: as this function's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
     unsafe {
-        multiply::<K>(&PanelProduct {
+        multiply_words::<K>(&PanelProduct {
             a: rows.offset((part.keys.start - overlap.block_start) * rows.row),
             b: RightOperand::words(columns.add(column), K::PANEL),
             c: to.add((part.keys.start - overlap.keys.start) * K::PANEL + column),
@@ -53,7 +53,7 @@ pub(super) unsafe fn add_values<K: Kernel>(
     let first_row = (part.keys.start - overlap.keys.start) / K::ELEMENTS;
     // SAFETY: as this function's contract.
     unsafe {
-        multiply::<K>(&PanelProduct {
+        multiply_words::<K>(&PanelProduct {
             a: values.offset((part.keys.start - overlap.block_start) / K::ELEMENTS * values.step),
             b: RightOperand::words(weights.add(first_row * K::PANEL + column), K::PANEL),
             c: to.add(column),

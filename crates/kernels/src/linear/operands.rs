@@ -6,7 +6,8 @@ use std::ops::Range;
 use super::matrix::{Matrix, Square};
 use super::weight::PackedWeight;
 use crate::cpu::{
-    Format, InstructionSet, Kernel, LeftOperand, MAX_LANES, NextBytes, PanelProduct, RightOperand, Vector, multiply,
+    Format, InstructionSet, Kernel, LeftOperand, MAX_LANES, NextBytes, PanelProduct, RightOperand, Vector,
+    multiply_words,
 };
 use crate::error::{Error, check_instruction_set};
 use crate::number::Number;
@@ -259,8 +260,8 @@ impl<X: Number> Right<'_, X> {
     /// [`K::PANEL`](Kernel::PANEL) words.
     ///
     /// # Safety
-    /// As [`multiply`] except for B; the panel exists; the words lie within the padded depth, and begin at a multiple
-    /// of [`BLOCK`] words.
+    /// As [`multiply_words`] except for B; the panel exists; the words lie within the padded depth, and begin at a
+    /// multiple of [`BLOCK`] words.
     #[inline(always)]
     pub(super) unsafe fn multiply<K: Kernel>(
         &self,
@@ -294,7 +295,7 @@ impl<X: Number> Right<'_, X> {
                 }
             }
             product.b = RightOperand::words(copy, K::PANEL);
-            multiply::<K>(&product);
+            multiply_words::<K>(&product);
         }
     }
 

@@ -92,7 +92,7 @@ pub(super) struct ProductSizes {
 /// Adds the product of `a` and a panel `b` to a panel `c`, or overwrites `c` with it.
 ///
 /// # Safety
-/// As [`cpu::multiply`](crate::cpu::multiply).
+/// As [`cpu::multiply_words`](crate::cpu::multiply_words).
 #[inline(always)]
 pub(super) unsafe fn multiply<K: Kernel>(a: LeftOperand, b: *const f32, c: *mut f32, sizes: ProductSizes, adds: bool) {
     let ProductSizes { rows, depth, columns } = sizes;
@@ -101,7 +101,7 @@ pub(super) unsafe fn multiply<K: Kernel>(a: LeftOperand, b: *const f32, c: *mut 
     let factors = adds.then_some(ONES.as_ptr());
     // SAFETY: as this function's contract.
     unsafe {
-        crate::cpu::multiply::<K>(&PanelProduct {
+        crate::cpu::multiply_words::<K>(&PanelProduct {
             a,
             b: RightOperand::words(b, K::PANEL),
             c,

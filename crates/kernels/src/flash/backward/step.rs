@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::call::BackwardCall;
 use super::memory::{BackwardScratch, BlockMemory, BlockRowsMemory, RowSize};
 use super::tile_gradient::{ColumnStats, TileGradient, TileModifierGradients};
-use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, RightOperand, Vector, multiply};
+use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, NextBytes, PanelProduct, RightOperand, Vector, multiply_words};
 use crate::flash::block_products::{add_values, multiply_keys};
 use crate::flash::kv_rows::{KvHeadRows, is_finite_row};
 use crate::flash::options::ScoreUnits;
@@ -262,7 +262,7 @@ unsafe fn add_rows<K: Kernel>(
     for panel in 0..size.panels {
         // SAFETY: as this function's contract.
         unsafe {
-            multiply::<K>(&PanelProduct {
+            multiply_words::<K>(&PanelProduct {
                 a: LeftOperand { at: weights.add(row + start), group: K::ROWS * words, row: words, step: 1 },
                 b: RightOperand::words(rows.add((panel * words + start) * K::PANEL), K::PANEL),
                 c: to.add((panel * K::BLOCK + part.keys.start - overlap.block_start) * K::PANEL),
