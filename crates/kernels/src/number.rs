@@ -138,8 +138,8 @@ pub trait Number: Stored {
     unsafe fn store<V: Vector>(vector: V, to: *mut Self);
 
     /// Runs a task on an instruction set's kernel, over pairs of bf16 if this is bf16 and the instruction set
-    /// multiplies them.
-    fn dispatch(instruction_set: InstructionSet, task: impl SimdTask);
+    /// multiplies them, and returns its result.
+    fn dispatch<T: SimdTask>(instruction_set: InstructionSet, task: T) -> T::Output;
 }
 
 macro_rules! number {
@@ -182,7 +182,7 @@ macro_rules! number {
                 unsafe { vector.$store(to.cast()) }
             }
 
-            fn dispatch(instruction_set: InstructionSet, task: impl SimdTask) {
+            fn dispatch<T: SimdTask>(instruction_set: InstructionSet, task: T) -> T::Output {
                 $dispatch(instruction_set, task)
             }
         }

@@ -8,7 +8,7 @@ use super::kernel::{Kernel, Layout, SimdTask};
 ///
 /// # Panics
 /// If the processor lacks the instruction set.
-pub(crate) fn dispatch_f32(instruction_set: InstructionSet, task: impl SimdTask) {
+pub(crate) fn dispatch_f32<T: SimdTask>(instruction_set: InstructionSet, task: T) -> T::Output {
     assert!(instruction_set.is_available(), "the processor lacks the instruction set {instruction_set}");
     // SAFETY: the processor has the instruction set, and each of the wider ones includes the kernel of its match arm.
     unsafe {
@@ -18,7 +18,7 @@ pub(crate) fn dispatch_f32(instruction_set: InstructionSet, task: impl SimdTask)
             InstructionSet::Avx2 => arch::avx2::Avx2::run_simd(task),
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 | InstructionSet::Avx512Bf16 | InstructionSet::Amx => {
-                arch::avx512::Avx512::run_simd(task);
+                arch::avx512::Avx512::run_simd(task)
             }
             #[cfg(target_arch = "aarch64")]
             InstructionSet::Neon | InstructionSet::NeonBf16 => arch::neon::Neon::run_simd(task),
@@ -31,7 +31,7 @@ pub(crate) fn dispatch_f32(instruction_set: InstructionSet, task: impl SimdTask)
 ///
 /// # Panics
 /// If the processor lacks the instruction set.
-pub(crate) fn dispatch_bf16(instruction_set: InstructionSet, task: impl SimdTask) {
+pub(crate) fn dispatch_bf16<T: SimdTask>(instruction_set: InstructionSet, task: T) -> T::Output {
     assert!(instruction_set.is_available(), "the processor lacks the instruction set {instruction_set}");
     match instruction_set {
         // SAFETY: the processor has the instruction set.
@@ -52,17 +52,13 @@ pub(crate) fn dispatch_bf16(instruction_set: InstructionSet, task: impl SimdTask
 /// # Panics
 /// If the processor lacks the instruction set.
 pub(crate) fn kernel_layout(instruction_set: InstructionSet, is_bf16: bool) -> Layout {
-    struct CopyLayout<'a>(&'a mut Option<Layout>);
-    impl SimdTask for CopyLayout<'_> {
-        unsafe fn run<K: Kernel>(self) {
-            *self.0 = Some(K::LAYOUT);
+    struct LayoutOfKernel;
+    impl SimdTask for LayoutOfKernel {
+        type Output = Layout;
+
+        unsafe fn run<K: Kernel>(self) -> Layout {
+            K::LAYOUT
         }
     }
-    let mut layout = None;
-    if is_bf16 {
-        dispatch_bf16(instruction_set, CopyLayout(&mut layout));
-    } else {
-        dispatch_f32(instruction_set, CopyLayout(&mut layout));
-    }
-    layout.expect("a task that is dispatched runs")
+    if is_bf16 { dispatch_bf16(instruction_set, LayoutOfKernel) } else { dispatch_f32(instruction_set, LayoutOfKernel) }
 }

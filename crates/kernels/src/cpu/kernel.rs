@@ -206,7 +206,7 @@ pub trait Kernel: Sized {
     ///
     /// # Safety
     /// The processor has the instruction set.
-    unsafe fn run_simd(task: impl SimdTask);
+    unsafe fn run_simd<T: SimdTask>(task: T) -> T::Output;
 
     /// Returns `sum + a · b`, over both elements of a word where there are two.
     ///
@@ -253,11 +253,14 @@ impl Drop for Tiles {
 /// Work that is written once and compiled for each kernel. `run` is `#[inline(always)]` where it computes, so that it
 /// becomes part of a function that is compiled for the instruction set.
 pub trait SimdTask {
+    /// The result of the task.
+    type Output;
+
     /// Runs the task.
     ///
     /// # Safety
     /// The processor has the instruction set of K.
-    unsafe fn run<K: Kernel>(self);
+    unsafe fn run<K: Kernel>(self) -> Self::Output;
 }
 
 /// Writes [`Kernel::run_simd`] for a list of processor features: a function that is compiled for them. It is not
@@ -267,7 +270,7 @@ macro_rules! compiled_for {
     ($features:literal) => {
         #[inline(never)]
         #[target_feature(enable = $features)]
-        unsafe fn run_simd(task: impl crate::cpu::SimdTask) {
+        unsafe fn run_simd<T: crate::cpu::SimdTask>(task: T) -> T::Output {
             // SAFETY: the processor has the instruction set, whose instructions this function is compiled for.
             unsafe { task.run::<Self>() }
         }

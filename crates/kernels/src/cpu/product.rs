@@ -63,6 +63,8 @@ struct MultiplyPanel<'a, B> {
 }
 
 impl<B: Columns> SimdTask for MultiplyPanel<'_, B> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         // SAFETY: the product is valid for the kernel, by the contract of `multiply`.

@@ -20,6 +20,8 @@ pub(crate) fn numbers<E: Number>(count: usize, salt: u64) -> Vec<E> {
 pub fn on_every_instruction_set<T: SimdTask>(task: impl Fn() -> T) {
     struct Compiled<T>(T);
     impl<T: SimdTask> SimdTask for Compiled<T> {
+        type Output = ();
+
         #[inline(always)]
         unsafe fn run<K: Kernel>(self) {
             // SAFETY: the processor has the instruction set of K; tiles are configured for as long as the task runs.

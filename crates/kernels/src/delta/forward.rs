@@ -197,6 +197,8 @@ struct ForwardBlock<'a> {
 }
 
 impl SimdTask for ForwardBlock<'_> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(mut self) {
         let Tiling { tokens, panel, .. } = self.scratch.tiling;
@@ -328,6 +330,8 @@ struct WriteBlock<'a, 'b, E> {
 }
 
 impl<E: Number> SimdTask for WriteBlock<'_, '_, E> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let DeltaDims { t, h, d_v, .. } = self.call.problem.dims;

@@ -234,6 +234,8 @@ fn address(result: &mut Unwritten<f32>) -> SharedPtr<f32> {
 }
 
 impl<E: Number> SimdTask for &DeltaCall<'_, E> {
+    type Output = ();
+
     unsafe fn run<K: Kernel>(self) {
         let problem = self.problem;
         let longest = problem.sequences.iter().map(|range| range.len()).max().unwrap_or(0);
@@ -320,6 +322,8 @@ pub fn gated_delta_rule_backward<E: DeltaKernels>(
 }
 
 impl<E: Number> SimdTask for &DeltaBackwardCall<'_, E> {
+    type Output = ();
+
     unsafe fn run<K: Kernel>(self) {
         let problem = &self.problem.forward;
         let WorkSize { multiply_adds, bytes } = problem.work();

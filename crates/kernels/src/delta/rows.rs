@@ -164,6 +164,8 @@ pub(super) struct ReadTokens<'a, 'b, E> {
 }
 
 impl<E: Number> SimdTask for ReadTokens<'_, '_, E> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let DeltaProblem { dims: DeltaDims { t, d_k, d_v, .. }, scale, qk_norm, .. } = *self.problem;

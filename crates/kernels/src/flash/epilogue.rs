@@ -31,6 +31,8 @@ pub(super) struct KeyPart<'a> {
 }
 
 impl<E: Number> SimdTask for WriteOutput<'_, '_, E> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { call, state, kv, rows, key_part } = self;

@@ -11,7 +11,7 @@ use crate::cpu::{InstructionSet, Kernel, SimdTask};
 use crate::kv_codes::{CodePair, E4M3Code};
 use crate::number::Number;
 
-/// A pass of a call for a kernel, with keys and values as they are stored.
+/// A pass of a call, which is compiled for each kernel, with keys and values as they are stored.
 pub enum KernelTask<'a, 'b, E> {
     Float(&'a ForwardCall<'b, E>, KeysValues<'b, E>),
     Q8(&'a ForwardCall<'b, E>, KeysValues<'b, u8>),
@@ -32,9 +32,7 @@ macro_rules! run {
     ($($type:ty),*) => {
         $(impl AttentionKernels for $type {
             fn run(task: KernelTask<Self>, instruction_set: InstructionSet) -> Option<()> {
-                let mut done = None;
-                Self::dispatch(instruction_set, RunTask { task, done: &mut done });
-                done
+                Self::dispatch(instruction_set, task)
             }
         })*
     };
@@ -42,23 +40,20 @@ macro_rules! run {
 
 run!(f32, bf16, f16);
 
-/// A pass that is compiled for each kernel. `done` takes its result.
-struct RunTask<'a, 'b, E> {
-    task: KernelTask<'a, 'b, E>,
-    done: &'a mut Option<()>,
-}
+impl<E: Number> SimdTask for KernelTask<'_, '_, E> {
+    /// `None` if memory is short.
+    type Output = Option<()>;
 
-impl<E: Number> SimdTask for RunTask<'_, '_, E> {
-    unsafe fn run<K: Kernel>(self) {
+    unsafe fn run<K: Kernel>(self) -> Option<()> {
         // SAFETY: the processor has the instruction set of K, by the contract of `SimdTask`.
-        *self.done = unsafe {
-            match self.task {
-                KernelTask::Float(call, keys_values) => forward::run_on::<K, E, E>(call, &keys_values),
-                KernelTask::Q8(call, keys_values) => forward::run_on::<K, E, u8>(call, &keys_values),
-                KernelTask::E4M3(call, keys_values) => forward::run_on::<K, E, E4M3Code>(call, &keys_values),
-                KernelTask::Q4(call, keys_values) => forward::run_on::<K, E, CodePair>(call, &keys_values),
-                KernelTask::Backward(call, keys_values) => backward::run_on::<K, E>(call, &keys_values),
+        unsafe {
+            match self {
+                Self::Float(call, keys_values) => forward::run_on::<K, E, E>(call, &keys_values),
+                Self::Q8(call, keys_values) => forward::run_on::<K, E, u8>(call, &keys_values),
+                Self::E4M3(call, keys_values) => forward::run_on::<K, E, E4M3Code>(call, &keys_values),
+                Self::Q4(call, keys_values) => forward::run_on::<K, E, CodePair>(call, &keys_values),
+                Self::Backward(call, keys_values) => backward::run_on::<K, E>(call, &keys_values),
             }
-        };
+        }
     }
 }

@@ -76,6 +76,8 @@ enum Form {
 }
 
 impl<S: Stored> SimdTask for Pack<'_, S> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { rows, to, form } = self;
@@ -201,6 +203,8 @@ pub(super) struct PackTile<'a, E> {
 }
 
 impl<E: Number> SimdTask for PackTile<'_, E> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { rows, staging, .. } = self;

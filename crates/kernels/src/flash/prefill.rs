@@ -32,6 +32,8 @@ pub(super) struct Prefill<'a, 'b, S> {
 }
 
 impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { task, keys_values, workspace } = self;

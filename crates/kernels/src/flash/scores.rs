@@ -57,6 +57,8 @@ macro_rules! for_each {
 /// Turns products into scores in the unit of [`ScoreUnits::exponent`], and computes the dropout factors. The pointers
 /// are valid for a panel of the sizes in the fields.
 impl SimdTask for &TileScores<'_> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let options = &self.inputs.options;

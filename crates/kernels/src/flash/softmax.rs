@@ -31,6 +31,8 @@ pub(super) struct TileSoftmax<'a> {
 }
 
 impl SimdTask for &TileSoftmax<'_> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         // SAFETY: the processor has the instruction set of K; the pointers are valid for a panel of the sizes that the

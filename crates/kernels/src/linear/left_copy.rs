@@ -70,6 +70,8 @@ struct CopyBlock<'a, X> {
 }
 
 impl<X: Number> SimdTask for CopyBlock<'_, X> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { left, rows, first, steps, to } = self;

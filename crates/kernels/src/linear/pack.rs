@@ -97,6 +97,8 @@ struct PackPanel<'a, E> {
 }
 
 impl<E: Number> SimdTask for PackPanel<'_, E> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { matrix, weight: &PackedWeight { panel, padded, .. }, index, to } = self;

@@ -75,6 +75,8 @@ mod tests {
     struct Splits;
 
     impl SimdTask for Splits {
+        type Output = ();
+
         unsafe fn run<K: Kernel>(self) {
             for rows in [1, 7, 8, 191, 192, 193, 512, 1000] {
                 for panels in [1, 2, 11, 43, 118] {

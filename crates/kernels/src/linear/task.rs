@@ -54,6 +54,8 @@ struct ProductRun<'a, X> {
 }
 
 impl<X: Number> SimdTask for ProductRun<'_, X> {
+    type Output = ();
+
     unsafe fn run<K: Kernel>(self) {
         let left = &self.product.left;
         let rights = self.rights;
@@ -169,6 +171,8 @@ struct Task<'a, X> {
 }
 
 impl<X: Number> SimdTask for Task<'_, X> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { run: ProductRun { product, rights, .. }, rows: ref task_rows, ref panels, ref left_rows, .. } = self;

@@ -228,6 +228,8 @@ struct Widen<'a> {
 }
 
 impl SimdTask for Widen<'_> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         // SAFETY: the processor has the instruction set of K, and the fields have the sizes that they document.

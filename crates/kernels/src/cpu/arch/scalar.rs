@@ -166,7 +166,7 @@ impl Kernel for Scalar {
     const VECTORS: usize = 2;
 
     #[inline(never)]
-    unsafe fn run_simd(task: impl SimdTask) {
+    unsafe fn run_simd<T: SimdTask>(task: T) -> T::Output {
         // SAFETY: every processor has the scalar instruction set.
         unsafe { task.run::<Self>() }
     }

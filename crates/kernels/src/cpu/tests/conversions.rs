@@ -46,6 +46,8 @@ fn around<E: Half>() -> impl Iterator<Item = f32> {
 struct Load<E>(std::marker::PhantomData<E>);
 
 impl<E: Half> SimdTask for Load<E> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
@@ -74,6 +76,8 @@ fn load_of_bf16_and_f16_is_exact() {
 struct LoadU8;
 
 impl SimdTask for LoadU8 {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let all: Vec<u8> = (0..=u8::MAX).collect();
@@ -94,6 +98,8 @@ fn load_of_u8_is_exact() {
 struct LoadNibbles;
 
 impl SimdTask for LoadNibbles {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let all: Vec<u8> = (0..=u8::MAX).collect();
@@ -117,6 +123,8 @@ fn load_of_codes_of_4_bits_is_exact() {
 struct Store<E>(std::marker::PhantomData<E>);
 
 impl<E: Half> SimdTask for Store<E> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
@@ -145,6 +153,8 @@ fn store_of_bf16_and_f16_rounds_to_nearest_even() {
 struct Pairs;
 
 impl SimdTask for Pairs {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         if K::ELEMENTS != 2 {
@@ -183,6 +193,8 @@ fn store_of_pairs_rounds_to_nearest_bf16() {
 struct First<E>(std::marker::PhantomData<E>);
 
 impl<E: Half> SimdTask for First<E> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;

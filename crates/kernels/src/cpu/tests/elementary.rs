@@ -53,6 +53,8 @@ const EXP2_ULP: f64 = 4.0;
 const EXP2_PART: f64 = 3e-7;
 
 impl SimdTask for Exp2 {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         // Every 4,099th f32 from -130 to 0 and from 0 to 127, and numbers about the middle between two integers.
@@ -98,6 +100,8 @@ fn exp2_errs_by_at_most_four_ulp() {
 struct Tanh;
 
 impl SimdTask for Tanh {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let mut sequence = Sequence(1);
@@ -128,6 +132,8 @@ fn dense() -> impl Iterator<Item = f32> {
 struct Activations;
 
 impl SimdTask for Activations {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let numbers: Vec<f32> = dense().collect();
@@ -193,6 +199,8 @@ fn activations_and_erfc_err_within_documented_bounds() {
 struct Nans;
 
 impl SimdTask for Nans {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         // Quiet and signalling NaNs of both signs, with any lowest bits that a rounded exponent may have.
@@ -222,6 +230,8 @@ fn elementary_functions_of_nan_are_nan() {
 struct Arithmetic;
 
 impl SimdTask for Arithmetic {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
@@ -262,6 +272,8 @@ fn arithmetic_with_infinities_and_nan_matches_f32() {
 struct SumsAndTransposes;
 
 impl SimdTask for SumsAndTransposes {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;

@@ -130,6 +130,8 @@ fn cases<K: Kernel>(mut each: impl FnMut(Case)) {
 struct WholeNumbers;
 
 impl SimdTask for WholeNumbers {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let mut sequence = Sequence(3);
@@ -147,6 +149,8 @@ fn products_of_whole_numbers_are_exact() {
 struct Fractions;
 
 impl SimdTask for Fractions {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let mut sequence = Sequence(4);

@@ -174,6 +174,8 @@ struct BackwardBlock<'a> {
 }
 
 impl SimdTask for BackwardBlock<'_> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(mut self) {
         let chunks = self.tokens.div_ceil(CHUNK);

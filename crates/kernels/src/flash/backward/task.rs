@@ -62,6 +62,8 @@ pub(super) struct WorkOfCall<'a, 'b, E> {
 }
 
 impl<E: Number> SimdTask for WorkOfCall<'_, '_, E> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { backward, keys_values, work } = self;

@@ -31,6 +31,8 @@ pub(super) struct TileGradient<'a> {
 }
 
 impl SimdTask for TileGradient<'_> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let scores = &self.scores;

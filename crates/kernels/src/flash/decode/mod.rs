@@ -326,6 +326,8 @@ struct WidenQueries<'a, 'b, E> {
 }
 
 impl<E: Number> SimdTask for WidenQueries<'_, '_, E> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let dims = &self.inputs.dims;

@@ -78,6 +78,8 @@ struct RowProducts<'a, S> {
 }
 
 impl<S: Stored> SimdTask for Multiply<'_, S> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let products = Products { keys: self.products.keys.clone(), ..*self.products };
@@ -402,6 +404,8 @@ pub(super) struct AccumulateAttended<'a, 'b, S> {
 }
 
 impl<S: Stored> SimdTask for AccumulateAttended<'_, '_, S> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { inputs, values, tile, weights, outputs } = self;

@@ -23,6 +23,8 @@ pub(in crate::flash) struct Observe<'a, 'b> {
 }
 
 impl SimdTask for Observe<'_, '_> {
+    type Output = ();
+
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { task, output, workspace: AttentionWorkspace { state, statistics, .. } } = self;
