@@ -11,13 +11,13 @@ use crate::cpu::{InstructionSet, Kernel, SimdTask};
 use crate::kv_codes::{CodePair, E4M3Code};
 use crate::number::Number;
 
-/// A pass of a call, which is compiled for each kernel, with keys and values as they are stored.
+/// A pass of a call, which is compiled for each kernel: forward with keys and values as they are stored, or backward.
 pub enum KernelTask<'a, 'b, E> {
     Float(&'a ForwardCall<'b, E>, KeysValues<'b, E>),
     Q8(&'a ForwardCall<'b, E>, KeysValues<'b, u8>),
     E4M3(&'a ForwardCall<'b, E>, KeysValues<'b, E4M3Code>),
     Q4(&'a ForwardCall<'b, E>, KeysValues<'b, CodePair>),
-    Backward(&'a BackwardCall<'b, E>, KeysValues<'b, E>),
+    Backward(&'a BackwardCall<'b, E>),
 }
 
 /// An element type whose kernels are compiled here, in this package: generic code would be compiled again, and perhaps
@@ -52,7 +52,7 @@ impl<E: Number> SimdTask for KernelTask<'_, '_, E> {
                 Self::Q8(call, keys_values) => forward::run_on::<K, E, u8>(call, &keys_values),
                 Self::E4M3(call, keys_values) => forward::run_on::<K, E, E4M3Code>(call, &keys_values),
                 Self::Q4(call, keys_values) => forward::run_on::<K, E, CodePair>(call, &keys_values),
-                Self::Backward(call, keys_values) => backward::run_on::<K, E>(call, &keys_values),
+                Self::Backward(call) => backward::run_on::<K, E>(call),
             }
         }
     }

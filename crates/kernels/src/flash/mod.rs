@@ -2,9 +2,10 @@
 //! design is described in this package's README.
 //!
 //! A forward pass is described by these types in turn: `CpuCall` is the call as the caller passes it; `CheckedCall` and
-//! `KeysValues` are its parts after their checks; `ForwardCall` adds the queries and the results; `AttentionTask` is
-//! some of its queries and keys, and `Tile` the queries of one panel. In the backward pass, `AttentionBackwardProblem`,
-//! `BackwardCall` and `BackwardTask` take the places of `CpuCall`, `ForwardCall` and `AttentionTask`.
+//! `KeysValues` are its parts after their checks; `ForwardCall` adds the queries and the results; `KernelTask` is the
+//! pass that is compiled for each kernel; `AttentionTask` is some of its queries and keys, and `Tile` the queries of
+//! one panel. In the backward pass, `AttentionBackwardProblem`, `BackwardCall` and `BackwardTask` take the places of
+//! `CpuCall`, `ForwardCall` and `AttentionTask`.
 //!
 //! The groups of files, from the lowest to the highest: the parts of a call (`view`, `problem`, `dropout`,
 //! `relative_bias`, `options`, `inputs`, `pages`, `kv_rows`, `results`, `call`), tiles and memory (`tile`,

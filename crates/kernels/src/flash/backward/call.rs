@@ -2,6 +2,7 @@
 
 use super::gradients::GradientPointers;
 use crate::flash::inputs::CheckedCall;
+use crate::flash::kv_rows::KeysValues;
 use crate::flash::options::SoftmaxStats;
 use crate::flash::problem::CpuCall;
 use crate::number::Strided;
@@ -22,10 +23,12 @@ pub struct AttentionBackwardProblem<'a, E> {
     pub lse_grad: Option<&'a [f32]>,
 }
 
-/// A checked problem, and where its gradients are written.
+/// A checked problem, and where its gradients are written. Keys and values are never codes here, as they may be in a
+/// forward pass.
 pub struct BackwardCall<'a, E> {
     pub(super) inputs: CheckedCall<'a>,
     pub(super) q: Strided<'a, E, 3>,
+    pub(super) keys_values: KeysValues<'a, E>,
     /// The attention output.
     pub(super) output: &'a [E],
     pub(super) softmax_stats: &'a [SoftmaxStats],

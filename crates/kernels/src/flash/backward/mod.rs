@@ -111,8 +111,9 @@ pub fn attend_backward<E: AttentionKernels>(
         memory.clear_keys_values();
     } else {
         let to = memory.pointers();
-        let backward = BackwardCall { inputs, q, output, softmax_stats, output_grad, lse_grad, requested, to };
-        E::run(KernelTask::Backward(&backward, keys_values), instruction_set).ok_or_else(no_scratch_memory)?;
+        let backward =
+            BackwardCall { inputs, q, keys_values, output, softmax_stats, output_grad, lse_grad, requested, to };
+        E::run(KernelTask::Backward(&backward), instruction_set).ok_or_else(no_scratch_memory)?;
     }
     // SAFETY: every element was written.
     Ok(unsafe { memory.into_gradients() })

@@ -6,12 +6,11 @@ use std::ops::Range;
 use super::call::BackwardCall;
 use super::memory::{BackwardScratch, BackwardSizes};
 use super::output::GradientOutput;
-use super::task::{BackwardTask, BackwardWork, WorkOfCall};
+use super::task::{BackwardTask, BackwardWork};
 use super::tile_gradient::TileModifierGradients;
 use crate::cpu::{Kernel, Layout, MAX_LANES, Scratch, SharedPtr, for_each_index, for_each_task};
 use crate::flash::chain::Chain;
 use crate::flash::inputs::CheckedCall;
-use crate::flash::kv_rows::KeysValues;
 use crate::flash::tasks::workers;
 use crate::flash::tile::Tile;
 use crate::number::Number;
@@ -21,13 +20,9 @@ use candle_attention_call::{KvHead, QueryRow};
 ///
 /// # Safety
 /// The processor has the instruction set of K.
-pub(in crate::flash) unsafe fn run_on<K: Kernel, E: Number>(
-    backward: &BackwardCall<E>,
-    keys_values: &KeysValues<E>,
-) -> Option<()> {
-    // SAFETY: the processor has the instruction set of K; the work belongs to the call, and no two tasks write the same
-    // number at the same time.
-    run_tasks(backward, K::LAYOUT, &|work| unsafe { K::run_simd(WorkOfCall { backward, keys_values, work }) })
+pub(in crate::flash) unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) -> Option<()> {
+    // SAFETY: the processor has the instruction set of K; no two tasks write the same number at the same time.
+    run_tasks(backward, K::LAYOUT, &|work| unsafe { K::run_simd(work) })
 }
 
 fn run_tasks<E: Number>(
@@ -44,7 +39,7 @@ fn run_tasks<E: Number>(
     for_each_index(heads, workers, &|head| {
         // SAFETY: each task has a separate sum.
         let sink = unsafe { &mut *sink_sums.add(head) };
-        run(BackwardWork::PrepareRows { head, sink });
+        run(BackwardWork::PrepareRows { backward, head, sink });
     });
 
     let split = BackwardSplit::new(backward, layout)?;
@@ -56,7 +51,7 @@ fn run_tasks<E: Number>(
     });
 
     if let Some(to) = backward.to.q {
-        for_each_index(heads, workers, &|head| run(BackwardWork::RoundQueries { head, to }));
+        for_each_index(heads, workers, &|head| run(BackwardWork::RoundQueries { backward, head, to }));
     }
     if let Some(to) = backward.to.alibi_slopes {
         write_head_sums(dims.h, slopes.words(), to);
@@ -143,7 +138,8 @@ impl BackwardSplit {
         let modifiers = sums.modifier_gradients(backward, slopes);
         let tile_keys = &self.tile_keys[kv.b * self.tiles..(kv.b + 1) * self.tiles];
         let chain = &self.chain;
-        run(BackwardWork::Keys(BackwardTask { memory, kv, keys, tile_keys, chain, index: task, modifiers }));
+        let work = BackwardTask { backward, memory, kv, keys, tile_keys, chain, index: task, modifiers };
+        run(BackwardWork::Keys(work));
         if !sums.are_empty() {
             self.chain.wait_for_all(task);
             // SAFETY: no other task adds to the gradients now.

@@ -24,14 +24,15 @@ use super::step::{BackwardStep, KeyBlock, PackedTile};
 use super::tile_gradient::{ColumnStats, TileModifierGradients};
 use crate::cpu::{Kernel, MAX_COLUMNS, SharedPtr, SimdTask, Vector};
 use crate::flash::chain::Chain;
-use crate::flash::kv_rows::{KeysValues, KvHeadRows};
+use crate::flash::kv_rows::KvHeadRows;
 use crate::flash::pack::{PackTile, TileRows};
 use crate::flash::tile::Tile;
 use crate::number::{Number, pack_row_pair, store_first, widen_row};
 use candle_attention_call::{AttentionDims, KvHead};
 
-/// Some keys of one key head.
-pub(super) struct BackwardTask<'a> {
+/// Some keys of one key head of a call.
+pub(super) struct BackwardTask<'a, 'b, E> {
+    pub backward: &'a BackwardCall<'b, E>,
     pub memory: &'a mut BackwardScratch,
     pub kv: KvHead,
     pub keys: Range<usize>,
@@ -44,48 +45,41 @@ pub(super) struct BackwardTask<'a> {
     pub modifiers: Option<TileModifierGradients>,
 }
 
-/// The work that is compiled for an instruction set and a type of elements. Heads are counted in (B, H).
-pub(super) enum BackwardWork<'a, E> {
+/// The work that is compiled for an instruction set and a type of elements. Heads are counted in (B, H). No two tasks
+/// write the same number at the same time.
+pub(super) enum BackwardWork<'a, 'b, E> {
     /// Computes the row terms of a head's queries and the gradient of its sink, before the first tile.
-    PrepareRows { head: usize, sink: &'a mut f32 },
+    PrepareRows { backward: &'a BackwardCall<'b, E>, head: usize, sink: &'a mut f32 },
     /// Computes the gradients of some keys.
-    Keys(BackwardTask<'a>),
+    Keys(BackwardTask<'a, 'b, E>),
     /// Rounds the gradients of a head's queries.
-    RoundQueries { head: usize, to: SharedPtr<E> },
+    RoundQueries { backward: &'a BackwardCall<'b, E>, head: usize, to: SharedPtr<E> },
 }
 
-/// Some work and the call that it belongs to. No two tasks write the same number at the same time.
-pub(super) struct WorkOfCall<'a, 'b, E> {
-    pub backward: &'a BackwardCall<'b, E>,
-    pub keys_values: &'a KeysValues<'b, E>,
-    pub work: BackwardWork<'a, E>,
-}
-
-impl<E: Number> SimdTask for WorkOfCall<'_, '_, E> {
+impl<E: Number> SimdTask for BackwardWork<'_, '_, E> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { backward, keys_values, work } = self;
         // SAFETY: the processor has the instruction set of K, and no other task writes the rows.
         unsafe {
-            match work {
-                BackwardWork::PrepareRows { head, sink } => backward.prepare_rows::<K::Vector>(head, sink),
-                BackwardWork::RoundQueries { head, to } => backward.round_queries::<K::Vector>(head, to),
-                BackwardWork::Keys(task) => task.run::<K, E>(backward, keys_values),
+            match self {
+                Self::PrepareRows { backward, head, sink } => backward.prepare_rows::<K::Vector>(head, sink),
+                Self::RoundQueries { backward, head, to } => backward.round_queries::<K::Vector>(head, to),
+                Self::Keys(task) => task.run::<K>(),
             }
         }
     }
 }
 
-impl BackwardTask<'_> {
+impl<E: Number> BackwardTask<'_, '_, E> {
     /// Computes the gradients of the task's keys and values, and adds to the gradients of queries and score modifiers.
     ///
     /// # Safety
     /// The processor has the instruction set of K; the memory was made for the call, and has the task's blocks.
     #[inline(always)]
-    unsafe fn run<K: Kernel, E: Number>(self, backward: &BackwardCall<E>, keys_values: &KeysValues<E>) {
-        let Self { memory, kv, keys, tile_keys, chain, index, modifiers } = self;
+    unsafe fn run<K: Kernel>(self) {
+        let Self { backward, memory, kv, keys, tile_keys, chain, index, modifiers } = self;
         let inputs = &backward.inputs;
         let units = inputs.options.units(K::IS_BF16);
         let AttentionDims { d, d_v, .. } = inputs.dims;
@@ -100,8 +94,8 @@ impl BackwardTask<'_> {
             let mut blocks = Vec::new();
             for (block_index, first) in keys.clone().step_by(K::BLOCK).enumerate() {
                 let block_keys = first..keys.end.min(first + K::BLOCK);
-                let k = KvHeadRows::new(&keys_values.k, kv, block_keys.clone());
-                let v = KvHeadRows::new(&keys_values.v, kv, block_keys);
+                let k = KvHeadRows::new(&backward.keys_values.k, kv, block_keys.clone());
+                let v = KvHeadRows::new(&backward.keys_values.v, kv, block_keys);
                 blocks.push(KeyBlock::new::<K>(k, v, memory, block_index));
             }
             for (tile_index, attended) in tile_keys.iter().enumerate() {
