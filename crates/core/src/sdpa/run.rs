@@ -16,13 +16,26 @@ use candle_attention_cuda::warn_of_each_text;
 /// A call in the form that its path reads, and the path.
 pub(crate) struct ChosenCall {
     pub choice: Choice,
-    call: Call,
+    pub call: Call,
 }
 
 impl ChosenCall {
     /// Returns the requested results.
     pub fn attend(self, wanted: RequestedResults) -> Result<Attended> {
-        run_on(self.choice, self.call, wanted)
+        let Self { choice, call } = self;
+        match choice {
+            Choice::Reference { .. } => reference::attend(&call, wanted),
+            Choice::Cpu(instruction_set) => cpu::attend(call, instruction_set, wanted),
+            Choice::Listed(kernel @ ListedKernel::Cpu(_)) => listed::attend(call, kernel, wanted),
+            Choice::Listed(kernel @ (ListedKernel::Cuda | ListedKernel::Metal)) => {
+                let fused = listed::attend(call.clone(), kernel, wanted);
+                or_reference(&call, fused, || reference::attend(&listed::with_all_keys(call.clone())?, wanted))
+            }
+            Choice::Cuda(cuda_path) => attend_on_cuda(&call, *cuda_path, wanted, || reference::attend(&call, wanted)),
+            Choice::Metal(metal_path) => {
+                attend_on_metal(&call, metal_path, wanted, || reference::attend(&call, wanted))
+            }
+        }
     }
 
     /// Returns the path in the form that callers read.
@@ -87,21 +100,6 @@ pub(crate) fn choose(call: Call, wanted: RequestedResults) -> Result<ChosenCall>
         statistics::check(requested, &readable)?;
     }
     Ok(ChosenCall { choice: Choice::new(&readable, wanted)?, call: readable })
-}
-
-/// Runs a call on a path.
-pub(crate) fn run_on(choice: Choice, call: Call, wanted: RequestedResults) -> Result<Attended> {
-    match choice {
-        Choice::Reference { .. } => reference::attend(&call, wanted),
-        Choice::Cpu(instruction_set) => cpu::attend(call, instruction_set, wanted),
-        Choice::Listed(kernel @ ListedKernel::Cpu(_)) => listed::attend(call, kernel, wanted),
-        Choice::Listed(kernel @ (ListedKernel::Cuda | ListedKernel::Metal)) => {
-            let fused = listed::attend(call.clone(), kernel, wanted);
-            or_reference(&call, fused, || reference::attend(&listed::with_all_keys(call.clone())?, wanted))
-        }
-        Choice::Cuda(cuda_path) => attend_on_cuda(&call, *cuda_path, wanted, || reference::attend(&call, wanted)),
-        Choice::Metal(metal_path) => attend_on_metal(&call, metal_path, wanted, || reference::attend(&call, wanted)),
-    }
 }
 
 /// Runs a call on the CUDA kernels, or on the reference path, as [`unless_check_failed`] says.

@@ -10,7 +10,7 @@ use crate::sdpa::emulator_runs;
 use crate::sdpa::options::OutputLayout;
 use crate::sdpa::packed::PackedSequences;
 use crate::sdpa::plan::Choice;
-use crate::sdpa::run::run_on;
+use crate::sdpa::run::ChosenCall;
 use candle_attention_modules::base::first_use::{CaseError, FirstUseCase, allowed_error};
 
 fn shaped(q: [usize; 4], kv: [usize; 4], dtype: DType) -> Result<[Tensor; 3]> {
@@ -245,7 +245,7 @@ fn metal_kernel_at_first_use_is_remembered_if_right_and_left_to_the_reference_if
                 Ok(metal_path) => Choice::Metal(metal_path),
                 Err(reason) => Choice::Reference { reason },
             };
-            Ok(run_on(choice, call.clone(), RequestedResults::default())?.output)
+            Ok(ChosenCall { choice, call: call.clone() }.attend(RequestedResults::default())?.output)
         };
         let launches = |device: &NewDevice| -> Result<u64> {
             let before = launches_of_thread();
@@ -307,11 +307,11 @@ fn wrong_backward_metal_kernel_at_first_use_leaves_gradients_to_the_reference() 
         gradients.get(&q).expect("a gradient").to_dtype(DType::F32)?.flatten_all()?.to_vec1()
     };
     let call = call_of(&[q.as_tensor().clone(), k, v], &AttentionMask::causal(), &SdpaOptions::default())?;
-    let reference = Choice::Reference { reason: String::new() };
-    let expected = gradient(&run_on(reference, call.clone(), wanted)?.output)?;
+    let attend = |choice| Ok::<_, candle_core::Error>(ChosenCall { choice, call: call.clone() }.attend(wanted)?.output);
+    let expected = gradient(&attend(Choice::Reference { reason: String::new() })?)?;
     on_new_device(&device, || -> Result<()> {
         let choice = Choice::Metal(MetalPath::plan(&call, wanted).map_err(candle_core::Error::msg)?);
-        assert_eq!(gradient(&run_on(choice, call.clone(), wanted)?.output)?, expected);
+        assert_eq!(gradient(&attend(choice)?)?, expected);
         let reason = MetalPath::plan(&call, wanted).err().expect("a reason");
         let part = "the kernels of attention on Metal, backward in bf16 failed their check";
         assert!(reason.contains(part) && reason.contains("the gradient of "), "{reason}");

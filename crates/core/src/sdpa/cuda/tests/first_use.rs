@@ -15,7 +15,7 @@ use crate::sdpa::call::{Call, Qkv};
 use crate::sdpa::cuda::CudaPath;
 use crate::sdpa::options::{Backend, SdpaOptions};
 use crate::sdpa::plan::Choice;
-use crate::sdpa::run::run_on;
+use crate::sdpa::run::ChosenCall;
 use candle_attention_modules::base::first_use::{CaseError, allowed_error};
 use candle_attention_modules::init::TorchSeed;
 
@@ -60,14 +60,14 @@ impl Inputs {
             Ok(cuda_path) => Choice::Cuda(Box::new(cuda_path)),
             Err(reason) => Choice::Reference { reason },
         };
-        Ok(run_on(choice, call, wanted)?.output)
+        Ok(ChosenCall { choice, call }.attend(wanted)?.output)
     }
 
     /// Returns the output of the reference path.
     fn expected(&self) -> Result<Tensor> {
-        let reason = String::new();
+        let choice = Choice::Reference { reason: String::new() };
         let call = self.call(true, Backend::Auto)?;
-        Ok(run_on(Choice::Reference { reason }, call, RequestedResults::default())?.output)
+        Ok(ChosenCall { choice, call }.attend(RequestedResults::default())?.output)
     }
 
     /// Returns the reason why no kernel runs the call, by its plan.
@@ -124,7 +124,8 @@ fn wrong_cuda_kernel_at_first_use_is_caught_and_call_matches_reference() -> Resu
         let wanted = RequestedResults::default();
         let error = on_new_device(&wrong_device(folder.path()), || -> Result<Error> {
             let cuda_path = CudaPath::plan(&fused, wanted).map_err(Error::msg)?;
-            Ok(run_on(Choice::Cuda(Box::new(cuda_path)), fused.clone(), wanted).expect_err("an error"))
+            let choice = Choice::Cuda(Box::new(cuda_path));
+            Ok(ChosenCall { choice, call: fused.clone() }.attend(wanted).expect_err("an error"))
         })?;
         assert!(error.to_string().starts_with("[test] no fused path: the kernels of attention"), "{error}");
     }

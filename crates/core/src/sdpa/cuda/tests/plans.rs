@@ -10,7 +10,7 @@ use crate::sdpa::call::{Call, Qkv};
 use crate::sdpa::cuda::CudaPath;
 use crate::sdpa::options::{Backend, SdpaOptions};
 use crate::sdpa::plan::Choice;
-use crate::sdpa::run::run_on;
+use crate::sdpa::run::ChosenCall;
 use candle_attention_modules::init::TorchSeed;
 
 /// Returns the kernel of a call of one head, or the reason why there is none.
@@ -98,23 +98,20 @@ fn call_whose_cuda_kernels_do_not_compile_matches_reference() -> Result<()> {
         let of_q = gradients.get(&q).expect("a gradient").flatten_all()?.to_vec1()?;
         Ok([output.flatten_all()?.to_vec1()?, of_q])
     };
-    let expected = results(
-        run_on(Choice::Reference { reason: String::new() }, call(&options)?, RequestedResults::default())?.output,
-    )?;
+    let reference = ChosenCall { choice: Choice::Reference { reason: String::new() }, call: call(&options)? };
+    let expected = results(reference.attend(RequestedResults::default())?.output)?;
     let planned = || CudaPath::plan(&call(&options)?, RequestedResults::default()).map_err(candle_core::Error::msg);
     let cuda_path = planned()?;
     without_programs("no memory", || -> Result<()> {
-        let output = run_on(Choice::Cuda(Box::new(cuda_path)), call(&options)?, RequestedResults::default())?.output;
-        assert_eq!(results(output)?, expected);
+        let failing = ChosenCall { choice: Choice::Cuda(Box::new(cuda_path)), call: call(&options)? };
+        assert_eq!(results(failing.attend(RequestedResults::default())?.output)?, expected);
         let reason = planned().err().expect("a reason").to_string();
         assert!(reason.contains("no memory"), "{reason}");
         Ok(())
     })?;
-    let fused_call = planned()?;
-    let fused = call(&options.with_backend(Backend::Fused))?;
-    let error = without_programs("no memory", || {
-        run_on(Choice::Cuda(Box::new(fused_call)), fused, RequestedResults::default())
-    });
+    let choice = Choice::Cuda(Box::new(planned()?));
+    let fused = ChosenCall { choice, call: call(&options.with_backend(Backend::Fused))? };
+    let error = without_programs("no memory", || fused.attend(RequestedResults::default()));
     assert!(error.expect_err("an error").to_string().contains("no memory"));
     Ok(())
 }
