@@ -36,8 +36,9 @@ pub(super) fn record_results<E: TensorElement>(
         let of_output = swapped_for(layout, gradient.clone())?;
         forward.gradients::<E>(&swapped_for(layout, recorded.clone())?, &of_output, lse_gradient)
     };
-    let AttentionCall { q, k, v, scores, .. } = &shared.attention;
-    let operands = [Some(q), Some(k), Some(v), scores.sinks.as_ref()];
+    // A call with a modifier that depends on keys runs on another path.
+    let PerInput { q, k, v, bias: _, relative_bias: _, alibi_slopes: _, sinks } = shared.attention.differentiable();
+    let operands = [q, k, v, sinks];
     let (numbers, lse_numbers) = (to_vec::<E>(&stored)?, to_vec::<f32>(lse)?);
     let [recorded, recorded_lse] = record_two("listed-attention", &operands, shapes, numbers, lse_numbers, backward)?;
     Ok(Attended { log_sum_exp: Some(recorded_lse), ..swapped_for(layout, recorded)?.into() })
@@ -66,8 +67,10 @@ impl ListedForward {
             q: q.track_op(),
             k: k.track_op(),
             v: v.track_op(),
+            bias: false,
+            relative_bias: false,
+            alibi_slopes: false,
             sinks: is_tracked(scores.sinks.as_ref()),
-            ..PerInput::default()
         };
         let wanted = RequestedGradients { layout: OutputLayout::Bhtd, of };
         let stored = ListableRows::new(call)?;

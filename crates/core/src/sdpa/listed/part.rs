@@ -166,9 +166,14 @@ impl ListedPart {
                 keys: MaskedKeys { ranges, sequences: None, pages: None, lists: Vec::new() },
                 // No modifier of the whole call depends on keys.
                 scores: ScoreModifiers {
-                    sinks: scores.sinks.as_ref().map(Tensor::detach),
+                    scale: scores.scale,
+                    softcap: scores.softcap,
+                    alibi_slopes: None,
+                    relative_bias: None,
+                    bias: None,
                     boolean_mask,
-                    ..scores.clone()
+                    sinks: scores.sinks.as_ref().map(Tensor::detach),
+                    dropout: None,
                 },
                 output_layout: OutputLayout::Bhtd,
             },
