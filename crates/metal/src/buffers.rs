@@ -138,6 +138,16 @@ mod tests {
     }
 
     #[test]
+    fn every_pointer_is_in_a_list_except_scratch_of_cuda_kernels() {
+        // A pointer that no list has is null in every Metal kernel.
+        let of_cuda = ["query_intervals", "tile_intervals", "query_gradient_sums", "query_gradient_turns"];
+        let bound: Vec<&str> = LISTS.iter().flat_map(|list| list.fields).map(|field| field.name).collect();
+        for field in AttentionArguments::DEFINITION.fields.iter().filter(|field| field.cpp_type.name().ends_with('*')) {
+            assert_ne!(bound.contains(&field.name), of_cuda.contains(&field.name), "{}", field.name);
+        }
+    }
+
+    #[test]
     fn kernels_are_bound_to_the_list_that_their_source_names() {
         let source = crate::source::assemble();
         let mut kernels = 0;
