@@ -67,10 +67,25 @@ mutate "decode: a write to an input" "$decode" row_results.cuh 'arguments.log_su
     'arguments.log_sum_exp) store_global((float*)arguments.queries + row'
 mutate "decode: parts that overlap" "$decode" decode.cuh 'begin + split * share' 'begin + split * (share - DECODE_WARPS)'
 mutate "combine: parts are not weighted by their sums" "$decode" combine_rows.cuh 'own.y * exp2_approximate' 'exp2_approximate'
-mutate "codes: the scale of a key is left out" "$decode -DKEY_CODES=1" decode.cuh 'scale_decode_scores<false>(block, tile_at, scores);' ''
-mutate "codes: columns of the output are not permuted" "$decode -DKEY_CODES=1" decode.cuh 'if (KEY_CODES) return' 'if (false) return'
-mutate "codes: scales of the next tile" "$forward -DKEY_CODES=1" forward.cuh '(IS_WEIGHT ? FORWARD_VALUE_SCALES_AT : FORWARD_KEY_SCALES_AT) +
-                          key / FORWARD_KEYS % 2' '(IS_WEIGHT ? FORWARD_VALUE_SCALES_AT : FORWARD_KEY_SCALES_AT) + (key / FORWARD_KEYS + 1) % 2'
+mutate "codes: the scale of a key is left out" "$decode -DKEY_CODES=1" codes.cuh \
+    'product * scale : fused' 'product : fused'
+mutate "codes: columns of the output are not permuted" "$decode -DKEY_CODES=1" decode.cuh \
+    'column_of_codes(d, block.lane_column + e)' '8 * d + block.lane_column + e'
+mutate "codes: scales of the next tile" "$forward -DKEY_CODES=1" forward.cuh \
+    'FORWARD_KEY_SCALES_AT + (key / FORWARD_KEYS % 2 *' 'FORWARD_KEY_SCALES_AT + ((key / FORWARD_KEYS + 1) % 2 *'
+e4m3="-DELEMENT=1 -DHEAD_DIM=32 -DKERNEL_SET=2 -DKEY_CODES=1 -DCODE_FORMAT=1"
+mutate "codes of E4M3: the sign is lost" "$e4m3" codes.cuh '(one & 0x80008000u), 0x7b807b80u' '0u, 0x7b807b80u'
+mutate "codes of E4M3: an exponent of another bias" "-DELEMENT=0 -DHEAD_DIM=32 -DKERNEL_SET=2 -DKEY_CODES=1 -DCODE_FORMAT=1" \
+    codes.cuh 'CODES_OF_E4M3 ? 256.0f : 1.0f' 'CODES_OF_E4M3 ? 128.0f : 1.0f'
+bits="-DELEMENT=0 -DHEAD_DIM=128 -DVALUE_DIM=64 -DKEY_CODES=1 -DCODE_FORMAT=2"
+mutate "codes of 4 bits: the halves of a block are swapped" "$bits -DKERNEL_SET=2" codes.cuh 'k % 32 == 16 ? 1 : 0' \
+    'k % 32 == 0 ? 1 : 0'
+mutate "codes of 4 bits: columns of values in the order of 8 bits" "$bits -DKERNEL_SET=2" codes.cuh \
+    'if (CODES_OF_BYTE == 2) return columns' 'if (false) return columns'
+mutate "codes of 4 bits: the second scale is the first one" "$bits -DKERNEL_SET=1 -DFORWARD_WARPS=2" codes.cuh \
+    'from + 4 * n : from' 'from : from'
+mutate "codes of 4 bits: the first scale for all weights" "-DELEMENT=1 -DHEAD_DIM=32 -DVALUE_DIM=128 -DKEY_CODES=1 -DCODE_FORMAT=2 -DKERNEL_SET=2" \
+    decode.cuh 'if (d == 0 || VALUE_SCALES > 1)' 'if (d == 0)'
 
 fused="-DELEMENT=0 -DHEAD_DIM=32 -DKERNEL_SET=5 -DFUSED_BACKWARD=1 -DKEY_WARPS=4 -DKEY_ROW_TILES=2 -DWARPS_PER_KEYS=2 -DBACKWARD_QUERIES=32"
 mutate "backward: no barrier after scores are shared" "$fused" backward_keys.cuh \

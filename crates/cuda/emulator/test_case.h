@@ -11,9 +11,6 @@
 #include "pages.h"
 
 #if KEY_CODES
-#ifndef CODE_FORMAT // of the Metal kernels: 0 bytes, 1 E4M3, 2 four bits
-#define CODE_FORMAT 0
-#endif
 // The bytes of the codes, and the scales, of a row of `width` numbers.
 inline int code_bytes(int width) { return CODE_FORMAT == 2 ? width / 2 : width; }
 inline int scale_count(int width) { return CODE_FORMAT == 2 && width % 64 == 0 ? width / 64 : 1; }

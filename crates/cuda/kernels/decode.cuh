@@ -60,9 +60,18 @@ DEVICE int head_of_row(const DecodeBlock& block, int row) {
 
 // The column of the output of number e of matrix d of the accumulators: those of codes are permuted.
 DEVICE int output_column(const DecodeBlock& block, int d, int e) {
-    if (KEY_CODES) return d / 4 * 32 + 4 * (block.lane_column + e) + d % 4;
+#if KEY_CODES
+    return column_of_codes(d, block.lane_column + e);
+#else
     return 8 * d + block.lane_column + e;
+#endif
 }
+
+#if KEY_CODES
+// The address of the scales of a tile: the n-th ones of keys, or of values.
+DEVICE u32 decode_key_scales_at(u32 tile_at, int n) { return tile_at + DECODE_TILE_SCALES_AT + n * DECODE_KEYS * 4; }
+DEVICE u32 decode_value_scales_at(u32 tile_at, int n) { return decode_key_scales_at(tile_at, KEY_SCALES + n); }
+#endif
 
 DEVICE void load_decode_queries(const AttentionArguments& arguments, const DecodeBlock& block) {
     for (int row = block.warp; row < DECODE_ROWS; row += DECODE_WARPS) {
@@ -112,18 +121,18 @@ DEVICE void load_decode_tile(const AttentionArguments& arguments, const DecodeBl
                                                                         block.lane);
         load_code_tile<DECODE_KEYS, DECODE_OUTPUT_COLUMNS, DECODE_VALUE_PITCH, 32>(
             to + DECODE_TILE_VALUES_AT, values, key, first, end, VALUE_DIM, block.lane);
-        const u32 scales_to = to + DECODE_TILE_SCALES_AT;
 #if KEY_PAGES
         const KeyRows key_scales = rows_from(arguments, block.key_scales, arguments.key_scale_strides, index, 4);
         const KeyRows value_scales = rows_from(arguments, block.value_scales, arguments.value_scale_strides, index, 4);
-        load_scales<DECODE_KEYS, 32>(scales_to, key_scales, key, first, end, block.lane);
-        load_scales<DECODE_KEYS, 32>(scales_to + DECODE_KEYS * 4, value_scales, key, first, end, block.lane);
+        load_scales<DECODE_KEYS, KEY_SCALES, 32>(decode_key_scales_at(to, 0), key_scales, key, first, end, block.lane);
+        load_scales<DECODE_KEYS, VALUE_SCALES, 32>(decode_value_scales_at(to, 0), value_scales, key, first, end, block.lane);
 #else
         const i64 key_scale = arguments.key_scale_strides.row, value_scale = arguments.value_scale_strides.row;
-        load_scales<DECODE_KEYS, 32>(scales_to, (const float*)block.key_scales + key * key_scale, key_scale, first, end,
-                                     block.lane);
-        load_scales<DECODE_KEYS, 32>(scales_to + DECODE_KEYS * 4, (const float*)block.value_scales + key * value_scale,
-                                     value_scale, first, end, block.lane);
+        load_scales<DECODE_KEYS, KEY_SCALES, 32>(decode_key_scales_at(to, 0), (const float*)block.key_scales + key * key_scale,
+                                                 key_scale, first, end, block.lane);
+        load_scales<DECODE_KEYS, VALUE_SCALES, 32>(decode_value_scales_at(to, 0),
+                                                   (const float*)block.value_scales + key * value_scale, value_scale,
+                                                   first, end, block.lane);
 #endif
 #else
         load_key_tile<DECODE_KEYS, 32>(to, keys, key, first, end, block.lane);
@@ -141,9 +150,11 @@ DEVICE void load_query_fragment(LeftFragment& fragment, int k, int lane) {
 #endif
 }
 
-DEVICE void multiply_decode_keys(const DecodeBlock& block, DecodeQueries& queries, u32 tile_at, DecodeScores& scores) {
-    clear(scores);
-    UNROLL for (int k = 0; k < HEAD_COLUMNS / 16; k++) {
+// Multiplies the queries and a tile of keys, by the columns from `first` to `end` of them, in matrices of 16.
+DEVICE void multiply_decode_columns(const DecodeBlock& block, DecodeQueries& queries, u32 tile_at, int first, int end,
+                                    DecodeScores& products) {
+    clear(products);
+    UNROLL for (int k = first; k < end; k++) {
         LeftFragment& left = queries.fragments[DECODE_QUERIES_IN_REGISTERS ? k : 0];
         if (!DECODE_QUERIES_IN_REGISTERS) load_query_fragment(left, k, block.lane);
         UNROLL for (int c = 0; c < DECODE_KEYS / 16; c++) {
@@ -153,9 +164,22 @@ DEVICE void multiply_decode_keys(const DecodeBlock& block, DecodeQueries& querie
 #else
             load_right<DECODE_KEY_PITCH>(keys, tile_at, 16 * c, 16 * k, block.lane);
 #endif
-            multiply_fragments(scores[0][2 * c], scores[0][2 * c + 1], left, keys);
+            multiply_fragments(products[0][2 * c], products[0][2 * c + 1], left, keys);
         }
     }
+}
+
+DEVICE void multiply_decode_keys(const DecodeBlock& block, DecodeQueries& queries, u32 tile_at, DecodeScores& scores) {
+#if KEY_CODES
+    UNROLL for (int n = 0; n < KEY_SCALES; n++) {
+        DecodeScores products;
+        multiply_decode_columns(block, queries, tile_at, n * (KEY_SCALE_COLUMNS / 16),
+                                (n + 1) * (KEY_SCALE_COLUMNS / 16), products);
+        add_scaled_products(scores, products, decode_key_scales_at(tile_at, n), block.lane_column, n == 0);
+    }
+#else
+    multiply_decode_columns(block, queries, tile_at, 0, HEAD_COLUMNS / 16, scores);
+#endif
 }
 
 DEVICE void multiply_decode_values(const DecodeBlock& block, const DecodeScores& weights, u32 tile_at,
@@ -163,16 +187,20 @@ DEVICE void multiply_decode_values(const DecodeBlock& block, const DecodeScores&
     const u32 values_at = tile_at + DECODE_TILE_VALUES_AT;
     UNROLL for (int c = 0; c < DECODE_KEYS / 16; c++) {
         LeftFragment left;
-        accumulators_to_left(left, weights[0][2 * c], weights[0][2 * c + 1]);
 #if KEY_CODES
-        UNROLL for (int d = 0; d < DECODE_OUTPUT_COLUMNS / 32; d++) {
-            RightFragment values[2];
-            load_right_codes_transposed<DECODE_VALUE_PITCH>(values, values_at, 16 * c, 32 * d, block.lane);
-            UNROLL for (int half = 0; half < 2; half++)
-                multiply_fragments(state.output[0][4 * d + 2 * half], state.output[0][4 * d + 2 * half + 1], left,
-                                   values[half]);
+        UNROLL for (int d = 0; d < DECODE_OUTPUT_COLUMNS / CODE_COLUMNS; d++) {
+            if (d == 0 || VALUE_SCALES > 1)
+                scaled_weights_to_left(left, weights[0][2 * c], weights[0][2 * c + 1],
+                                       decode_value_scales_at(tile_at, d) + 16 * c * 4, block.lane_column);
+            RightFragment values[CODE_COLUMNS / 16];
+            load_right_codes_transposed<DECODE_VALUE_PITCH>(values, values_at, 16 * c, CODE_COLUMNS * d, block.lane);
+            UNROLL for (int m = 0; m < CODE_COLUMNS / 16; m++) {
+                const int matrix = CODE_COLUMNS / 8 * d + 2 * m;
+                multiply_fragments(state.output[0][matrix], state.output[0][matrix + 1], left, values[m]);
+            }
         }
 #else
+        accumulators_to_left(left, weights[0][2 * c], weights[0][2 * c + 1]);
         UNROLL for (int d = 0; d < VALUE_COLUMNS / 16; d++) {
             RightFragment values;
             load_right_transposed<DECODE_VALUE_PITCH>(values, values_at, 16 * c, 16 * d, block.lane);
@@ -181,19 +209,6 @@ DEVICE void multiply_decode_values(const DecodeBlock& block, const DecodeScores&
 #endif
     }
 }
-
-#if KEY_CODES
-template <bool IS_WEIGHT> DEVICE void scale_decode_scores(const DecodeBlock& block, u32 tile_at, DecodeScores& scores) {
-    const u32 scales_at = tile_at + DECODE_TILE_SCALES_AT + (IS_WEIGHT ? DECODE_KEYS * 4 : 0) + block.lane_column * 4;
-    UNROLL for (int c = 0; c < DECODE_KEY_TILES; c++) {
-        const float2 scales = load_shared<float2>(scales_at + 8 * c * 4);
-        UNROLL for (int e = 0; e < 4; e++) {
-            const float scale = e & 1 ? scales.y : scales.x;
-            scores[0][c][e] = IS_WEIGHT ? scaled_weight(scores[0][c][e], scale) : scores[0][c][e] * scale;
-        }
-    }
-}
-#endif
 
 DEVICE void modify_decode_scores(const AttentionArguments& arguments, const DecodeBlock& block,
                                  const ScoreModifiers (&modifiers)[2], int key, DecodeScores& scores) {
@@ -249,17 +264,11 @@ DEVICE bool attend_to_tiles(const AttentionArguments& arguments, const DecodeBlo
         multiply_decode_keys(block, queries, tile_at, scores);
         if (!KEY_CODES)
             repair_products<HEAD_PITCH, HEAD_COLUMNS>(DECODE_QUERIES_AT, 0, tile_at, 0, block.lane, scores);
-#if KEY_CODES
-        scale_decode_scores<false>(block, tile_at, scores);
-#endif
 #if MODIFIES_SCORES || HAS_BOOLEAN_MASK
         modify_decode_scores(arguments, block, modifiers, key, scores);
 #endif
         if (is_masked) mask_decode_scores(block, key, scores);
         update_softmax<false>(state, scores, scale);
-#if KEY_CODES
-        scale_decode_scores<true>(block, tile_at, scores);
-#endif
         multiply_decode_values(block, scores, tile_at, state);
         slot = slot == DECODE_STAGES - 1 ? 0 : slot + 1;
     }
@@ -282,7 +291,7 @@ DEVICE void share_results(const DecodeBlock& block, const DecodeState& state) {
 #if KEY_CODES
             UNROLL for (int e = 0; e < 2; e++)
                 store_shared<float>(row_at + output_column(block, d, e) * 4,
-                                    state.output[0][d][2 * r + e] * (1.0f / WEIGHT_FACTOR));
+                                    state.output[0][d][2 * r + e] * CODE_OUTPUT_FACTOR);
 #else
             float2 two;
             two.x = state.output[0][d][2 * r], two.y = state.output[0][d][2 * r + 1];

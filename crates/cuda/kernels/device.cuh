@@ -114,11 +114,10 @@ DEVICE u32 subtract_pairs(u32 a, u32 b) {
     return pack_pair(unpack_half((u16)a) - unpack_half((u16)b),
                      unpack_half((u16)(a >> 16)) - unpack_half((u16)(b >> 16)));
 }
-// Two bf16 times 2^-32.
-DEVICE u32 shrink_bf16_pair(u32 a) {
-    const float shrink = 1.0f / 4294967296.0f;
-    return emulator::f32_to_bf16(emulator::bf16_to_f32((u16)a) * shrink) |
-           u32(emulator::f32_to_bf16(emulator::bf16_to_f32((u16)(a >> 16)) * shrink)) << 16;
+// The products of two pairs of bf16.
+DEVICE u32 multiply_bf16_pairs(u32 a, u32 b) {
+    return emulator::f32_to_bf16(emulator::bf16_to_f32((u16)a) * emulator::bf16_to_f32((u16)b)) |
+           u32(emulator::f32_to_bf16(emulator::bf16_to_f32((u16)(a >> 16)) * emulator::bf16_to_f32((u16)(b >> 16)))) << 16;
 }
 
 DEVICE void wait_for_turn(const int* at, int turn) {
@@ -252,10 +251,10 @@ DEVICE u32 subtract_pairs(u32 a, u32 b) {
 #endif
     return r;
 }
-// Two bf16 times 2^-32.
-DEVICE u32 shrink_bf16_pair(u32 a) {
+// The products of two pairs of bf16. There is a multiplication only from compute capability 9.0 on.
+DEVICE u32 multiply_bf16_pairs(u32 a, u32 b) {
     u32 r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x2f802f80u), "r"(0x80008000u));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
     return r;
 }
 

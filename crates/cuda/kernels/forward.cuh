@@ -44,13 +44,23 @@ struct ForwardBlock : QueryBlock {
 #endif
 };
 
+#if KEY_CODES
+// The address of the n-th scales of a tile of keys or values, whose first key is `key`. Two tiles have places.
+DEVICE u32 forward_key_scales_at(int key, int n) {
+    return FORWARD_KEY_SCALES_AT + (key / FORWARD_KEYS % 2 * KEY_SCALES + n) * FORWARD_KEYS * 4;
+}
+DEVICE u32 forward_value_scales_at(int key, int n) {
+    return FORWARD_VALUE_SCALES_AT + (key / FORWARD_KEYS % 2 * VALUE_SCALES + n) * FORWARD_KEYS * 4;
+}
+#endif
+
 DEVICE void load_forward_keys(const ForwardBlock& block, int key, int stage) {
     const int first = block.keys.first - key, end = block.keys.end - key;
 #if KEY_CODES
-    load_code_tile<FORWARD_KEYS, HEAD_COLUMNS, HEAD_COLUMNS, FORWARD_THREADS>(
+    load_code_tile<FORWARD_KEYS, HEAD_COLUMNS, CODE_BYTES(HEAD_COLUMNS), FORWARD_THREADS>(
         FORWARD_KEY_CODES_AT, block.key_rows, key, first, end, HEAD_DIM, block.thread);
-    load_scales<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_KEY_SCALES_AT + key / FORWARD_KEYS % 2 * FORWARD_KEYS * 4,
-                                               block.key_scales, key, first, end, block.thread);
+    load_scales<FORWARD_KEYS, KEY_SCALES, FORWARD_THREADS>(forward_key_scales_at(key, 0), block.key_scales, key, first, end,
+                                                           block.thread);
 #else
     load_key_tile<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_KEYS_AT + stage * FORWARD_KEYS * HEAD_PITCH, block.key_rows,
                                                  key, first, end, block.thread);
@@ -60,10 +70,10 @@ DEVICE void load_forward_keys(const ForwardBlock& block, int key, int stage) {
 DEVICE void load_forward_values(const ForwardBlock& block, int key, int stage) {
     const int first = block.keys.first - key, end = block.keys.end - key;
 #if KEY_CODES
-    load_code_tile<FORWARD_KEYS, VALUE_COLUMNS, VALUE_COLUMNS, FORWARD_THREADS>(
+    load_code_tile<FORWARD_KEYS, VALUE_COLUMNS, CODE_BYTES(VALUE_COLUMNS), FORWARD_THREADS>(
         FORWARD_VALUE_CODES_AT, block.value_rows, key, first, end, VALUE_DIM, block.thread);
-    load_scales<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_VALUE_SCALES_AT + key / FORWARD_KEYS % 2 * FORWARD_KEYS * 4,
-                                               block.value_scales, key, first, end, block.thread);
+    load_scales<FORWARD_KEYS, VALUE_SCALES, FORWARD_THREADS>(forward_value_scales_at(key, 0), block.value_scales, key, first,
+                                                             end, block.thread);
 #else
     load_key_values<FORWARD_KEYS, FORWARD_THREADS>(FORWARD_VALUES_AT + stage * FORWARD_KEYS * VALUE_PITCH,
                                                    block.value_rows, key, first, end, block.thread);
@@ -90,11 +100,11 @@ DEVICE void load_forward_terms(const AttentionArguments& arguments, const Forwar
     }
 }
 
-// Multiplies the warp's queries and a tile of keys.
-DEVICE void multiply_forward_keys(const ForwardBlock& block, ForwardQueries& queries, u32 keys_at,
-                                  ForwardScores& scores) {
-    clear(scores);
-    UNROLL for (int k = 0; k < HEAD_COLUMNS / 16; k++) {
+// Multiplies the warp's queries and a tile of keys, by the columns from `first` to `end` of them, in matrices of 16.
+DEVICE void multiply_forward_columns(const ForwardBlock& block, ForwardQueries& queries, u32 keys_at, int first,
+                                     int end, ForwardScores& products) {
+    clear(products);
+    UNROLL for (int k = first; k < end; k++) {
         if (!FORWARD_QUERIES_IN_REGISTERS)
             UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
                 load_left<HEAD_PITCH>(queries.fragments[tile][0], FORWARD_QUERIES_AT, block.warp_row + 16 * tile,
@@ -103,28 +113,27 @@ DEVICE void multiply_forward_keys(const ForwardBlock& block, ForwardQueries& que
             RightFragment keys;
             load_right<HEAD_PITCH>(keys, keys_at, 16 * c, 16 * k, block.lane);
             UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
-                multiply_fragments(scores[tile][2 * c], scores[tile][2 * c + 1],
+                multiply_fragments(products[tile][2 * c], products[tile][2 * c + 1],
                                    queries.fragments[tile][FORWARD_QUERIES_IN_REGISTERS ? k : 0], keys);
         }
     }
 }
 
-// Multiplies the products by the scales of keys, or weights by the scales of values.
-#if KEY_CODES
-template <bool IS_WEIGHT> DEVICE void scale_by_keys(const ForwardBlock& block, int key, ForwardScores& scores) {
-    const u32 scales_at = (IS_WEIGHT ? FORWARD_VALUE_SCALES_AT : FORWARD_KEY_SCALES_AT) +
-                          key / FORWARD_KEYS % 2 * FORWARD_KEYS * 4 + block.lane_column * 4;
-    UNROLL for (int c = 0; c < FORWARD_KEY_TILES; c++) {
-        const float2 scales = load_shared<float2>(scales_at + 8 * c * 4);
-        UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
-            UNROLL for (int e = 0; e < 4; e++) {
-                float& score = scores[tile][c][e];
-                const float scale = e & 1 ? scales.y : scales.x;
-                score = IS_WEIGHT ? scaled_weight(score, scale) : score * scale;
-            }
+// Multiplies the warp's queries and the tile of keys from `key` on. Several scales of a key are multiplied here, one
+// scale in products_to_weights, which takes fewer registers.
+DEVICE void multiply_forward_keys(const ForwardBlock& block, ForwardQueries& queries, u32 keys_at, int key,
+                                  ForwardScores& scores) {
+#if KEY_CODES && KEY_SCALES > 1
+    UNROLL for (int n = 0; n < KEY_SCALES; n++) {
+        ForwardScores products;
+        multiply_forward_columns(block, queries, keys_at, n * (KEY_SCALE_COLUMNS / 16),
+                                 (n + 1) * (KEY_SCALE_COLUMNS / 16), products);
+        add_scaled_products(scores, products, forward_key_scales_at(key, n), block.lane_column, n == 0);
     }
-}
+#else
+    multiply_forward_columns(block, queries, keys_at, 0, HEAD_COLUMNS / 16, scores);
 #endif
+}
 
 // Turns products into scores.
 DEVICE void modify_forward_scores(const ForwardBlock& block, int key, ForwardScores& scores) {
@@ -190,14 +199,21 @@ DEVICE void drop_forward_weights(const AttentionArguments& arguments, const Forw
         }
 }
 
-// Adds the products of weights and a tile of values to the output.
-DEVICE void multiply_forward_values(const ForwardBlock& block, const ForwardScores& weights, u32 values_at,
+// Adds the products of weights and the tile of values from `key` on to the output.
+DEVICE void multiply_forward_values(const ForwardBlock& block, const ForwardScores& weights, u32 values_at, int key,
                                     ForwardState& state) {
     UNROLL for (int c = 0; c < FORWARD_KEYS / 16; c++) {
         LeftFragment left[FORWARD_ROW_TILES];
         UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
             accumulators_to_left(left[tile], weights[tile][2 * c], weights[tile][2 * c + 1]);
         UNROLL for (int d = 0; d < VALUE_COLUMNS / 16; d++) {
+#if KEY_CODES && VALUE_SCALES > 1
+            if (16 * d % VALUE_SCALE_COLUMNS == 0)
+                UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
+                    scaled_weights_to_left(left[tile], weights[tile][2 * c], weights[tile][2 * c + 1],
+                                           forward_value_scales_at(key, 16 * d / VALUE_SCALE_COLUMNS) + 16 * c * 4,
+                                           block.lane_column);
+#endif
             RightFragment values;
             load_right_transposed<VALUE_PITCH>(values, values_at, 16 * c, 16 * d, block.lane);
             UNROLL for (int tile = 0; tile < FORWARD_ROW_TILES; tile++)
@@ -242,7 +258,7 @@ DEVICE void store_forward_output(const AttentionArguments& arguments, const Forw
             float factor = result.factor;
             if (HAS_DROPOUT) factor *= arguments.kept_weight_factor;
 #if KEY_CODES
-            factor *= 1.0f / WEIGHT_FACTOR;
+            factor *= CODE_OUTPUT_FACTOR;
 #endif
             if (block.first_query + row >= sequence.query_count) continue;
             UNROLL for (int d = 0; d < VALUE_COLUMNS / 8; d++) {
@@ -277,15 +293,15 @@ DEVICE ForwardBlock start_forward_block(const AttentionArguments& arguments, con
 // From products to weights that are multiplied with values.
 DEVICE void products_to_weights(const AttentionArguments& arguments, const ForwardBlock& block, int key,
                                 ForwardScores& scores, ForwardState& state, float scale) {
-#if KEY_CODES
-    scale_by_keys<false>(block, key, scores);
+#if KEY_CODES && KEY_SCALES == 1
+    multiply_by_scales<false>(scores, forward_key_scales_at(key, 0), block.lane_column);
 #endif
     if (MODIFIES_SCORES) modify_forward_scores(block, key, scores);
     mask_forward_scores(block, key, scores);
     update_softmax<FORWARD_IS_LAZY>(state, scores, scale);
     if (HAS_DROPOUT) drop_forward_weights(arguments, block, key, scores);
-#if KEY_CODES
-    scale_by_keys<true>(block, key, scores);
+#if KEY_CODES && VALUE_SCALES == 1
+    multiply_by_scales<true>(scores, forward_value_scales_at(key, 0), block.lane_column);
 #endif
 }
 
@@ -334,7 +350,7 @@ DEVICE bool attend_to_keys(const AttentionArguments& arguments, const ForwardBlo
             commit_copies();
         }
         ForwardScores scores;
-        multiply_forward_keys(block, queries, keys_at, scores);
+        multiply_forward_keys(block, queries, keys_at, key, scores);
         if (ELEMENT == 2 && is_careful)
             repair_products<HEAD_PITCH, HEAD_COLUMNS>(FORWARD_QUERIES_AT, block.warp_row, keys_at, 0, block.lane, scores);
         if (FORWARD_STAGES == 1) {
@@ -352,7 +368,7 @@ DEVICE bool attend_to_keys(const AttentionArguments& arguments, const ForwardBlo
             block_barrier();
         }
         products_to_weights(arguments, block, key, scores, state, scale);
-        multiply_forward_values(block, scores, values_at, state);
+        multiply_forward_values(block, scores, values_at, key, state);
         stage ^= 1;
     }
     wait_for_copies<0>();

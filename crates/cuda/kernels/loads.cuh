@@ -132,7 +132,7 @@ DEVICE u32 shrink_word(u32 word) {
 #if ELEMENT == 2
     return as_bits(as_float(word) * VALUE_SHRINK);
 #elif ELEMENT == 1
-    return shrink_bf16_pair(word);
+    return multiply_bf16_pairs(word, 0x2f802f80u); // 2^-32 twice
 #else
     return word;
 #endif

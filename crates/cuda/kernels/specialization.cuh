@@ -11,9 +11,9 @@
 //                            BACKWARD_KERNELS
 // ELEMENT                    the type of queries, keys, values, output and their gradients: 0 f16, 1 bf16, 2 f32
 // HEAD_DIM, VALUE_DIM        D, the size of a query and of a key, and D_v, the size of a value
-// KEY_CODES                  1: keys and values are 8-bit codes, where a number is (code - 128) times the scale of
-//                            its row;
-//                            not in a backward pass
+// KEY_CODES                  1: keys and values are codes, where a number is that of its code times the scale of its row
+//                            or of a part of the row; not in a backward pass
+// CODE_FORMAT                the format of the codes, as code_format.cuh says
 // KEY_PAGES                  1: keys and values are rows of pages that a table lists for each sequence; not in a
 //                            backward pass
 // HAS_SOFTCAP, HAS_ALIBI, HAS_RELATIVE_BIAS, HAS_BOOLEAN_MASK

@@ -19,9 +19,10 @@ kernel_struct! {
         pub keys: InputPointer<Elements>,
         /// (B, H_kv, T_kv, D_v), as the keys.
         pub values: InputPointer<Elements>,
-        /// (B, H_kv, T_kv), with KEY_CODES: a number is (code - 128) times the scale of its row.
+        /// (B, H_kv, T_kv, scales of a row), with KEY_CODES: a number is that of its code times the scale of its
+        /// columns.
         pub key_scales: InputPointer<f32>,
-        /// (B, H_kv, T_kv), with KEY_CODES.
+        /// (B, H_kv, T_kv, scales of a row), with KEY_CODES.
         pub value_scales: InputPointer<f32>,
         /// (B, H, T_q, D_v), elements.
         pub output: OutputPointer<Elements>,

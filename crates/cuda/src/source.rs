@@ -26,6 +26,7 @@ const FILES: &[SourceFile] = source_files![
     "backward_keys.cuh",
     "backward_prepare.cuh",
     "backward_queries.cuh",
+    "code_format.cuh",
     "code_numbers.cuh",
     "codes.cuh",
     "combine.cuh",
@@ -92,6 +93,7 @@ pub(crate) fn hash() -> u128 {
 /// The files that the Metal kernels share. Their pointers and references have address spaces.
 const SHARED_FILES: &[&str] = &[
     "activations.cuh",
+    "code_format.cuh",
     "combine_rows.cuh",
     "dropout.cuh",
     "elements.cuh",

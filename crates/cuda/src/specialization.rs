@@ -1,5 +1,7 @@
 //! The constants that attention kernels are compiled for, besides their tiles.
 
+use candle_attention_call::KvCodeFormat;
+
 use crate::element::ElementType;
 use crate::given::Given;
 use crate::program::Define;
@@ -20,8 +22,8 @@ pub(crate) struct Specialization {
     pub head_dim: usize,
     /// D_v, from 1 to 256.
     pub value_dim: usize,
-    /// Whether keys and values are codes of 8 bits.
-    pub key_codes: bool,
+    /// The format of keys and values that are codes. The widths of rows are multiples of its blocks.
+    pub key_codes: Option<KvCodeFormat>,
     /// Whether keys and values are in pages.
     pub key_pages: bool,
     pub softcap: bool,
@@ -80,6 +82,32 @@ fn columns(dim: usize) -> usize {
     dim.next_multiple_of(16)
 }
 
+/// Returns the number of a format of codes, as `code_format.cuh` has it.
+fn code_format_number(format: KvCodeFormat) -> i64 {
+    match format {
+        KvCodeFormat::Q8 => 0,
+        KvCodeFormat::E4M3 => 1,
+        KvCodeFormat::Q4 => 2,
+    }
+}
+
+/// Returns the format of codes of constants that are given by name, if keys and values are codes.
+///
+/// # Errors
+/// For a number that no format has, and for a format without codes.
+fn code_format(given: &mut Given) -> Result<Option<KvCodeFormat>, String> {
+    let number = given.take("CODE_FORMAT", 0);
+    if !given.flag("KEY_CODES", false) {
+        return if number == 0 {
+            Ok(None)
+        } else {
+            Err(format!("CODE_FORMAT is {number}, expected KEY_CODES 1 with it"))
+        };
+    }
+    let found = KvCodeFormat::ALL.into_iter().find(|&format| code_format_number(format) == number as i64);
+    found.map(Some).ok_or_else(|| format!("CODE_FORMAT is {number}, expected 0, 1 or 2"))
+}
+
 impl Specialization {
     /// Returns the specialisation of a call without score modifiers.
     pub fn plain(element: ElementType, head_dim: usize, value_dim: usize) -> Self {
@@ -87,7 +115,7 @@ impl Specialization {
             element,
             head_dim,
             value_dim,
-            key_codes: false,
+            key_codes: None,
             key_pages: false,
             softcap: false,
             alibi: false,
@@ -102,12 +130,12 @@ impl Specialization {
     }
 
     /// Returns the constants that are 0 or 1, with the names that kernels have for them.
-    fn flags(&mut self) -> [Flag<'_>; 13] {
+    fn flags(&mut self) -> [Flag<'_>; 12] {
         let Self {
             element: _,
             head_dim: _,
             value_dim: _,
-            key_codes,
+            key_codes: _,
             key_pages,
             softcap,
             alibi,
@@ -121,7 +149,6 @@ impl Specialization {
         } = self;
         let ModifierGradients { bias: bias_gradient, slopes, relative_bias: relative_bias_gradient } = gradients;
         [
-            Flag { name: "KEY_CODES", is_set: key_codes },
             Flag { name: "KEY_PAGES", is_set: key_pages },
             Flag { name: "HAS_SOFTCAP", is_set: softcap },
             Flag { name: "HAS_ALIBI", is_set: alibi },
@@ -148,6 +175,12 @@ impl Specialization {
         let mut own = Self::plain(element, head_dim, value_dim);
         for Flag { name, is_set } in own.flags() {
             *is_set = given.flag(name, *is_set);
+        }
+        own.key_codes = code_format(given)?;
+        if let Some(format) = own.key_codes
+            && ![head_dim, value_dim].iter().all(|width| width.is_multiple_of(format.block()))
+        {
+            return Err(format!("the widths are {head_dim} and {value_dim}, expected multiples of {}", format.block()));
         }
         own.bias = match given.take("HAS_BIAS", 0) {
             0 => None,
@@ -217,6 +250,21 @@ impl Specialization {
         if self.element == ElementType::F32 { 32 } else { 16 }
     }
 
+    /// Returns the bytes of the codes of some columns; 0 without codes.
+    pub fn code_bytes(&self, columns: usize) -> usize {
+        self.key_codes.map_or(0, |format| format.bytes(columns))
+    }
+
+    /// Returns the scales of a row of keys; 0 without codes.
+    pub fn key_scales(&self) -> usize {
+        self.key_codes.map_or(0, |format| format.scales(self.head_dim))
+    }
+
+    /// Returns the scales of a row of values; 0 without codes.
+    pub fn value_scales(&self) -> usize {
+        self.key_codes.map_or(0, |format| format.scales(self.value_dim))
+    }
+
     /// Returns whether scores are natural logarithms, so that the statistics of a row are two numbers.
     pub fn has_natural_scores(&self) -> bool {
         self.element == ElementType::F32 || self.bias.is_some() || self.relative_bias
@@ -225,7 +273,7 @@ impl Specialization {
     /// Returns whether more is done to a product than a multiplication by a scale above 0.
     fn modifies_scores(&self) -> bool {
         let has_modifier = self.softcap || self.alibi || self.relative_bias || self.bias.is_some();
-        has_modifier || self.key_codes || !self.positive_scale
+        has_modifier || self.key_codes.is_some() || !self.positive_scale
     }
 
     /// Returns whether the derivative of a score with respect to its product depends on the score, as with a softcap,
@@ -259,6 +307,8 @@ impl Specialization {
         ];
         defines.extend(own.flags().map(|Flag { name, is_set }| flag(name, *is_set)));
         defines.extend([
+            flag("KEY_CODES", self.key_codes.is_some()),
+            define("CODE_FORMAT", self.key_codes.map_or(0, code_format_number)),
             define("HAS_BIAS", bias),
             flag("MODIFIES_SCORES", self.modifies_scores()),
             flag("HAS_PRODUCT_DERIVATIVE", self.has_product_derivative()),

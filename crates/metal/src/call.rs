@@ -8,7 +8,6 @@ use candle_attention_cuda::{CudaAttention, Unsupported};
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::backward_tile::MetalBackwardTile;
-use crate::codes::code_format_define;
 use crate::launch::{MetalLaunch, check_groups};
 use crate::operands::MetalOperands;
 use crate::run::{check_known_failure, is_available, run};
@@ -72,7 +71,7 @@ impl MetalAttention {
     /// # Errors
     /// If its tensors do not fit together, or the kernels do not read them: the sentence says why.
     pub fn new(call: AttentionCall<Tensor, BoundedKeys<Tensor>>) -> std::result::Result<Self, Unsupported> {
-        Ok(Self { checked: CudaAttention::with_codes_of_any_format(call)? })
+        Ok(Self { checked: CudaAttention::new(call)? })
     }
 
     /// Returns the call.
@@ -104,8 +103,7 @@ impl MetalAttention {
     /// Returns the macros of the tiles of all kernels.
     pub(crate) fn tile_defines(&self) -> Vec<Define> {
         let backward = MetalBackwardTile::of(self.columns(), self.call().q.dtype().size_in_bytes());
-        let format = self.call().kv_scales.as_ref().map(|scales| scales.format);
-        [self.tile().defines(), backward.defines(), vec![code_format_define(format)]].concat()
+        [self.tile().defines(), backward.defines()].concat()
     }
 
     /// Returns the kernel of the forward pass. Nothing is compiled, and no tensor is read.

@@ -15,7 +15,6 @@ mod backward_tile;
 mod bindings;
 mod buffers;
 mod call;
-mod codes;
 #[cfg(feature = "emulator")]
 mod copies;
 #[cfg(feature = "emulator")]
@@ -33,7 +32,6 @@ use std::path::Path;
 use std::{fs, io};
 
 use candle_attention_cuda::all_options;
-use codes::CODE_FORMAT;
 
 pub use call::{MetalAttention, MetalKernel, MetalOutput};
 pub use candle_attention_cuda::{BackwardInputs, Unsupported};
@@ -47,10 +45,6 @@ pub use run::{first_use, is_available};
 /// # Errors
 /// For a constant that does not exist.
 pub fn options_of_program(given: &str) -> Result<Vec<String>, String> {
-    // The kernels of CUDA read one format of codes.
-    let is_code_format = |option: &&str| option.starts_with(&format!("-D{CODE_FORMAT}="));
-    let (formats, others): (Vec<&str>, Vec<&str>) = given.split_whitespace().partition(is_code_format);
-    let code_format = formats.first().map_or_else(|| format!("-D{CODE_FORMAT}=0"), ToString::to_string);
     // The decode kernel drops no weights, and codes and pages have no gradients.
     let has_gradients = !given.contains("-DKEY_CODES=1") && !given.contains("-DKEY_PAGES=1");
     let kernels = match (given.contains("-DKERNEL_SET="), given.contains("-DHAS_DROPOUT=1"), has_gradients) {
@@ -59,7 +53,7 @@ pub fn options_of_program(given: &str) -> Result<Vec<String>, String> {
         (false, false, true) => "-DKERNEL_SET=7",
         (false, false, false) => "-DKERNEL_SET=3",
     };
-    let of_cuda = all_options(&format!("{} {kernels}", others.join(" ")))?;
+    let of_cuda = all_options(&format!("{given} {kernels}"))?;
     // The tiles are others here: what follows replaces the constants of the same names.
     let call: Vec<String> = of_cuda
         .into_iter()
@@ -75,7 +69,7 @@ pub fn options_of_program(given: &str) -> Result<Vec<String>, String> {
     let backward = backward_tile::MetalBackwardTile::of(columns, value("ELEMENT_BYTES")?);
     let defines = [tile.defines(), backward.defines()].concat();
     let of_tile = defines.into_iter().map(|define| format!("-D{}={}", define.name, define.value));
-    Ok(call.iter().cloned().chain(of_tile).chain([code_format]).collect())
+    Ok(call.iter().cloned().chain(of_tile).collect())
 }
 
 /// Writes the source of the kernels into a folder, which is made if necessary, as the file that Metal compiles but for

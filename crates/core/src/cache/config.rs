@@ -132,9 +132,9 @@ impl AttentionCacheConfig {
     /// number is from 1.5e-36 to 3.4e38. A row of smaller numbers becomes zeros, and a row with a number that is not
     /// finite in f32 becomes NaN.
     ///
-    /// The fused kernels of CPUs and CUDA read 8 bits directly. Where another path runs (on Metal, or on the reference
-    /// path for f64, for weights on request and for what [`plan`](crate::MultiHeadAttention::plan) names), all stored
-    /// keys and values are converted to f32 or f64 first.
+    /// The fused kernels of CPUs, CUDA and Metal read 8 bits directly. Where another path runs (on Metal without its
+    /// kernels, or on the reference path for f64, for weights on request and for what
+    /// [`plan`](crate::MultiHeadAttention::plan) names), all stored keys and values are converted to f32 or f64 first.
     #[doc(alias("quantize", "int8"))]
     pub fn with_q8(self) -> Self {
         self.with_codes(KvCodeFormat::Q8)
@@ -147,8 +147,7 @@ impl AttentionCacheConfig {
     /// This is better than 8 bits for rows with a few numbers that are far larger than the others, and worse for other
     /// rows. Rows of small numbers and of numbers that are not finite become what they are in 8 bits.
     ///
-    /// The fused kernel of CPUs reads these floats directly. All other paths convert all stored keys and values to f32
-    /// or f64 first.
+    /// The fused kernels read these floats directly, as [`with_q8`](Self::with_q8) says.
     #[doc(alias("fp8", "float8", "F8E4M3"))]
     pub fn with_e4m3(self) -> Self {
         self.with_codes(KvCodeFormat::E4M3)
@@ -162,8 +161,7 @@ impl AttentionCacheConfig {
     /// whole row; queries are rotated alike, and the output is rotated back. A rotated number is off by at most 1/15 of
     /// the largest rotated number of its group.
     ///
-    /// The fused kernel of CPUs reads the codes directly. All other paths convert all stored keys and values to f32 or
-    /// f64 first.
+    /// The fused kernels read the codes directly, as [`with_q8`](Self::with_q8) says.
     #[doc(alias("quantize", "int4", "hadamard"))]
     pub fn with_q4(self) -> Self {
         self.with_codes(KvCodeFormat::Q4)

@@ -7,11 +7,13 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::rotation::{rotated, rotated_back};
 use super::sink_window::SinkWindow;
-use super::storage::{KvBuffers, KvCodes, KvFloats, KvRotations, KvShapes, KvSizes, Room, StorageFormat, StoredRows};
+use super::storage::{KvBuffers, KvCodes, KvFloats, KvRotations, KvShapes, KvSizes, Room, StoredRows};
 use super::tokens::NewTokens;
 use super::{AttentionCache, EarlierPadding, OP};
 use crate::mask::{AttentionMask, Placement};
-use crate::sdpa::{Attended, Call, Plan, Qkv, SdpaOptions, attend, choose, kernels_read, operation, plan_of_call};
+use crate::sdpa::{
+    Attended, Call, Plan, Qkv, SdpaOptions, attend, choose, kernels_read_codes, operation, plan_of_call,
+};
 use candle_attention_call::RequestedResults;
 use candle_attention_modules::base::{accumulation_dtype, floats_on, floats_text};
 
@@ -355,14 +357,7 @@ impl CachedCall<'_> {
                 return Ok(chosen.plan());
             }
         }
-        let mut plan = plan_of_call(self.call_of_floats("plan", q, &rows)?)?;
-        if let StorageFormat::Codes(format) = rows.buffers.format()
-            && q.device().is_cuda()
-            && !kernels_read(format, q.device())
-        {
-            plan.reason.push_str(&format!(", over a copy of the keys and values in floats: no kernel reads {format}"));
-        }
-        Ok(plan)
+        plan_of_call(self.call_of_floats("plan", q, &rows)?)
     }
 
     /// Returns the call of a kernel that reads codes, if the rows have them as they are attended to and the kernels of
@@ -372,7 +367,7 @@ impl CachedCall<'_> {
             return Ok(None);
         }
         let Some(KvCodes { k, v, scales, rotations }) = rows.buffers.codes()? else { return Ok(None) };
-        if !kernels_read(scales.format, q.device()) {
+        if !kernels_read_codes(q.device()) {
             return Ok(None);
         }
         let qkv = Qkv { q: &rotated(q, rotations.k)?, k: &k, v: &v };

@@ -164,8 +164,8 @@ impl KvPool {
     }
 
     /// Attends from packed queries (total_q, H, D) to sequences in the pool, as
-    /// [`scaled_dot_product_attention_paged`](crate::scaled_dot_product_attention_paged) does. The kernels of CPUs and
-    /// CUDA read 8 bits directly, on CPUs also E4M3 and 4 bits.
+    /// [`scaled_dot_product_attention_paged`](crate::scaled_dot_product_attention_paged) does. The fused kernels
+    /// read codes directly.
     ///
     /// # Errors
     /// As [`scaled_dot_product_attention_paged`](crate::scaled_dot_product_attention_paged).

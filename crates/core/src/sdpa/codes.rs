@@ -10,11 +10,10 @@ pub(crate) const Q8_ZERO: f64 = 128.0;
 /// The difference of a code of 4 bits and its number.
 pub(crate) const Q4_OFFSET: f64 = 7.5;
 
-/// Returns whether the kernels of a device read codes of a format.
-pub(crate) fn kernels_read(format: KvCodeFormat, device: &Device) -> bool {
+/// Returns whether the kernels of a device read codes.
+pub(crate) fn kernels_read_codes(device: &Device) -> bool {
     match device {
-        Device::Cpu => true,
-        Device::Cuda(_) => format == KvCodeFormat::Q8,
+        Device::Cpu | Device::Cuda(_) => true,
         Device::Metal(_) => candle_attention_metal::is_available(device).is_ok(),
     }
 }

@@ -4,7 +4,7 @@ use candle_attention_call::KvScales;
 use candle_core::{Result, Tensor};
 
 use super::call::Call;
-use super::codes::{decoded, kernels_read};
+use super::codes::{decoded, kernels_read_codes};
 use super::paged::PagedSequences;
 
 /// Returns a call over packed sequences in place of one over pages, with a copy of their keys and values.
@@ -18,7 +18,7 @@ pub(super) fn with_keys_in_one_piece(mut call: Call) -> Result<Call> {
 fn with_readable_codes(mut call: Call) -> Result<Call> {
     let attention = &mut call.attention;
     let Some(KvScales { format, k, v }) = &attention.kv_scales else { return Ok(call) };
-    if !kernels_read(*format, attention.q.device()) {
+    if !kernels_read_codes(attention.q.device()) {
         attention.k = decoded(&attention.k, k, *format, attention.q.dtype())?;
         attention.v = decoded(&attention.v, v, *format, attention.q.dtype())?;
         attention.kv_scales = None;

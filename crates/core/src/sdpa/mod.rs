@@ -62,7 +62,7 @@ pub use softmax::masked_softmax;
 pub use statistics::{AttentionStatistics, StatisticsOptions};
 
 pub(crate) use call::{Call, Qkv};
-pub(crate) use codes::{Q4_OFFSET, Q8_ZERO, decoded, grouped, kernels_read};
+pub(crate) use codes::{Q4_OFFSET, Q8_ZERO, decoded, grouped, kernels_read_codes};
 pub(crate) use keys::{FunctionKeys, OwnKeys};
 pub(crate) use results::{Attended, operation};
 pub(crate) use run::{choose, plan as plan_of_call, run as attend};

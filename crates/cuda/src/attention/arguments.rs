@@ -210,7 +210,7 @@ impl CudaAttention {
             _ => BiasElement::Element,
         });
         Specialization {
-            key_codes: self.call.kv_scales.is_some(),
+            key_codes: self.call.kv_scales.as_ref().map(|scales| scales.format),
             key_pages: self.call.pages.is_some(),
             softcap: softcap.is_some(),
             alibi: alibi_slopes.is_some(),

@@ -4,7 +4,7 @@ use candle_attention_call::DropoutMask;
 use candle_core::Tensor;
 
 use super::call::CudaCall;
-use super::checks::{CallSizes, check_codes};
+use super::checks::CallSizes;
 use crate::unsupported::Unsupported;
 
 /// An attention call whose tensors fit together, for the kernels.
@@ -20,16 +20,6 @@ impl CudaAttention {
     /// # Errors
     /// If its tensors do not fit together, or the kernels do not read them: the sentence says why.
     pub fn new(call: CudaCall) -> Result<Self, Unsupported> {
-        check_codes(&call)?;
-        Self::with_codes_of_any_format(call)
-    }
-
-    /// Checks a call of other kernels, which read codes of every format.
-    ///
-    /// # Errors
-    /// If its tensors do not fit together: the sentence says why.
-    #[doc(hidden)]
-    pub fn with_codes_of_any_format(call: CudaCall) -> Result<Self, Unsupported> {
         let sizes = CallSizes::of(&call)?;
         Ok(Self { call, sizes })
     }

@@ -1,7 +1,7 @@
 //! The sizes of a call, and the checks that its tensors fit together.
 
 use candle_attention_call::{
-    AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Input, Intervals, KvCodeFormat, KvPages, KvScales,
+    AttentionDims, BoundedKeys, Dropout, DropoutMask, FirstPosition, Input, Intervals, KvPages, KvScales,
     PackedLengths, ScoreFormat,
 };
 use candle_core::{DType, Tensor};
@@ -186,12 +186,6 @@ fn stored_width(call: &CudaCall, width: usize) -> Result<usize, Unsupported> {
         format!("a row has {width} numbers in codes of {format}, expected a multiple of {}", format.block())
     })?;
     Ok(format.bytes(width))
-}
-
-/// Checks that codes have the format that the CUDA kernels read.
-pub(super) fn check_codes(call: &CudaCall) -> Result<(), Unsupported> {
-    let Some(KvScales { format, .. }) = &call.kv_scales else { return Ok(()) };
-    expect(*format == KvCodeFormat::Q8, || format!("keys and values are codes of {format}, expected 8 bits"))
 }
 
 /// Checks the shape of queries, keys or values.

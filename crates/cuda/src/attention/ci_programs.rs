@@ -1,5 +1,7 @@
 //! The attention programs that continuous integration compiles for each compute capability.
 
+use candle_attention_call::KvCodeFormat;
+
 use crate::capability::Limits;
 use crate::ci_programs::CiProgram;
 use crate::element::ElementType;
@@ -73,7 +75,7 @@ fn modifier_cases() -> Vec<Case> {
     cases
 }
 
-/// Returns the calls whose tensors are not aligned, and the calls with keys of 8 bits or in pages.
+/// Returns the calls whose tensors are not aligned, and the calls with codes or with keys in pages.
 fn layout_cases() -> Vec<Case> {
     let unaligned = Alignment { rows: false, bias: false, boolean_mask: false };
     let odd = Specialization { alignment: unaligned, ..Specialization::plain(ElementType::F16, 75, 33) };
@@ -82,21 +84,33 @@ fn layout_cases() -> Vec<Case> {
         Case { name: "f16 d75 33 unaligned".into(), specialization: odd, is_quick: true },
         Case { name: "f16 d75 33 unaligned bias".into(), specialization: odd_bias, is_quick: false },
     ];
-    for element in ElementType::ALL {
-        for head in [64, 128, 256] {
-            let specialization = Specialization { key_codes: true, ..Specialization::plain(element, head, head) };
-            cases.push(Case {
-                name: format!("{} d{head} 8 bits", element.name()),
-                specialization,
-                is_quick: head == 64,
-            });
+    for format in KvCodeFormat::ALL {
+        // Codes of 4 bits have several scales in wider rows.
+        let quick_head = if format == KvCodeFormat::Q4 { 128 } else { 64 };
+        for element in ElementType::ALL {
+            for head in [64, 128, 256] {
+                // The formats differ in few instructions: for the other elements, one width shows their registers.
+                let is_quick = head == quick_head && (format == KvCodeFormat::Q8 || element == ElementType::Bf16);
+                if format != KvCodeFormat::Q8 && element != ElementType::Bf16 && head != 128 {
+                    continue;
+                }
+                let plain = Specialization::plain(element, head, head);
+                cases.push(Case {
+                    name: format!("{} d{head} {format}", element.name()),
+                    specialization: Specialization { key_codes: Some(format), ..plain },
+                    is_quick,
+                });
+            }
         }
     }
-    for key_codes in [false, true] {
-        let specialization =
-            Specialization { key_codes, key_pages: true, ..Specialization::plain(ElementType::Bf16, 64, 64) };
-        let name = if key_codes { "bf16 d64 8 bits pages" } else { "bf16 d64 pages" };
-        cases.push(Case { name: name.into(), specialization, is_quick: true });
+    let plain = Specialization { key_pages: true, ..Specialization::plain(ElementType::Bf16, 64, 64) };
+    cases.push(Case { name: "bf16 d64 pages".into(), specialization: plain, is_quick: true });
+    for format in KvCodeFormat::ALL {
+        cases.push(Case {
+            name: format!("bf16 d64 {format} pages"),
+            specialization: Specialization { key_codes: Some(format), ..plain },
+            is_quick: format == KvCodeFormat::Q8,
+        });
     }
     cases
 }
@@ -120,7 +134,7 @@ fn add_passes(case: &Case, limits: &Limits, entries: &mut Vec<CiProgram>) {
     {
         add("decode", tile.program(&forward), vec![tile.kernel(&forward), DecodeTile::combine_kernel()]);
     }
-    if !specialization.key_codes
+    if specialization.key_codes.is_none()
         && !specialization.key_pages
         && let Ok(tile) = BackwardTile::choose(specialization, limits.shared_bytes)
     {
@@ -166,7 +180,7 @@ mod tests {
                 entries(&Limits::of_capability(capability)).into_iter().map(|entry| entry.name).collect();
             for case in plain_cases().into_iter().chain(modifier_cases()).chain(layout_cases()) {
                 let Specialization { dropout, key_codes, key_pages, .. } = case.specialization;
-                let passes = [("forward", true), ("decode", !dropout), ("backward", !key_codes && !key_pages)];
+                let passes = [("forward", true), ("decode", !dropout), ("backward", key_codes.is_none() && !key_pages)];
                 for (pass, _) in passes.into_iter().filter(|(_, is_expected)| *is_expected) {
                     let name = format!("{pass} {}", case.name);
                     let is_too_wide = name == "backward f32 d256" && capability.minor == 6;

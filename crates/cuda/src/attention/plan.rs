@@ -101,7 +101,7 @@ impl CudaAttention {
     /// Returns the kernels of the backward pass.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan), and for keys and values of 8 bits or in pages, which have no gradients.
+    /// As [`plan`](Self::plan), and for keys and values of codes or in pages, which have no gradients.
     pub fn plan_backward(&self, wanted: RequestedGradients) -> Result<BackwardKernel, Unsupported> {
         let device = KernelDevice::of(self.call.q.device())?;
         let plan = self.backward_plan(self.sizes, wanted, &device.limits())?;
@@ -152,8 +152,8 @@ impl CudaAttention {
         wanted: RequestedGradients,
         limits: &Limits,
     ) -> Result<(Specialization, BackwardTile), Unsupported> {
-        if self.call.kv_scales.is_some() {
-            return Err(Unsupported::new("keys and values of 8 bits have no gradients"));
+        if let Some(scales) = &self.call.kv_scales {
+            return Err(Unsupported::new(format!("keys and values of {} have no gradients", scales.format)));
         }
         if self.call.pages.is_some() {
             return Err(Unsupported::new("keys and values in pages have no gradients"));

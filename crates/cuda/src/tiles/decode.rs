@@ -23,7 +23,7 @@ struct Pitches {
     values: usize,
 }
 
-/// Tiles of keys and values of 8 bits in the order in which they are tried, before the others: twice the keys, which
+/// Tiles of codes of keys and values in the order in which they are tried, before the others: twice the keys, which
 /// take fewer instructions each. Their instructions take longer than their bytes, so that more warps save more time
 /// than more tiles of each warp.
 const CODES: [DecodeTile; 2] =
@@ -49,7 +49,7 @@ impl DecodeTile {
 
     /// Returns the tiles in the order in which they are tried.
     pub(super) fn rows(specialization: &Specialization) -> Vec<Self> {
-        let codes: &[Self] = if specialization.key_codes { &CODES } else { &[] };
+        let codes: &[Self] = if specialization.key_codes.is_some() { &CODES } else { &[] };
         [codes, &TILES].concat()
     }
 
@@ -58,18 +58,22 @@ impl DecodeTile {
         queries.div_ceil(DECODE_ROWS)
     }
 
-    /// Returns the number of columns of the output in registers. Codes are read four columns at a time.
+    /// Returns the number of columns of the output in registers. Codes are read four bytes of each of 8 lanes at a
+    /// time.
     fn output_columns(specialization: &Specialization) -> usize {
         let columns = specialization.value_columns();
-        if specialization.key_codes { columns.next_multiple_of(32) } else { columns }
+        specialization.key_codes.map_or(columns, |format| columns.next_multiple_of(format.numbers(32)))
     }
 
     /// Returns the bytes from row to row of keys and of values in shared memory.
     fn pitches(specialization: &Specialization) -> Pitches {
-        if !specialization.key_codes {
+        if specialization.key_codes.is_none() {
             return Pitches { keys: specialization.head_pitch(), values: specialization.value_pitch() };
         }
-        Pitches { keys: specialization.head_columns() + 16, values: Self::output_columns(specialization) + 16 }
+        Pitches {
+            keys: specialization.code_bytes(specialization.head_columns()) + 16,
+            values: specialization.code_bytes(Self::output_columns(specialization)) + 16,
+        }
     }
 
     /// Returns the parts of a tile of a warp.
@@ -79,7 +83,8 @@ impl DecodeTile {
         layout.add("DECODE_TILE_KEYS_AT", self.keys * pitches.keys);
         layout.add("DECODE_TILE_VALUES_AT", self.keys * pitches.values);
         // The scales of keys and of values.
-        layout.add("DECODE_TILE_SCALES_AT", if specialization.key_codes { self.keys * 8 } else { 0 });
+        let scales = specialization.key_scales() + specialization.value_scales();
+        layout.add("DECODE_TILE_SCALES_AT", self.keys * scales * size_of::<f32>());
         layout
     }
 

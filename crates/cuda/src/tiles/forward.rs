@@ -90,7 +90,12 @@ impl ForwardTile {
         let has_bias = specialization.bias.is_some();
         let reads_scores = has_bias || specialization.boolean_mask;
         match Width::of(specialization) {
-            Width::Narrow if specialization.key_codes => {
+            // The products of each scale of a row take registers besides the scores.
+            Width::Wide if specialization.key_scales() > 1 => {
+                vec![ForwardTile { warps: 4, row_tiles: 1, keys: 32, stages: 1, queries_in_registers: false }]
+            }
+            _ if specialization.key_scales() > 1 => Vec::new(),
+            Width::Narrow if specialization.key_codes.is_some() => {
                 vec![ForwardTile { warps: 4, row_tiles: 2, keys: 64, stages: 1, queries_in_registers: false }]
             }
             Width::Narrow if reads_scores => {
@@ -153,12 +158,12 @@ impl ForwardTile {
         layout.add("FORWARD_MASK_AT", mask_bytes);
         layout.add("FORWARD_INTERVALS_AT", queries * 8);
         layout.add("FORWARD_WARP_INTERVALS_AT", self.warps * 16);
-        if specialization.key_codes {
+        if specialization.key_codes.is_some() {
             // Codes of keys and of values as they arrive, and two tiles of scales of each.
-            layout.add("FORWARD_KEY_CODES_AT", keys * specialization.head_columns());
-            layout.add("FORWARD_VALUE_CODES_AT", keys * specialization.value_columns());
-            layout.add("FORWARD_KEY_SCALES_AT", 2 * keys * 4);
-            layout.add("FORWARD_VALUE_SCALES_AT", 2 * keys * 4);
+            layout.add("FORWARD_KEY_CODES_AT", keys * specialization.code_bytes(specialization.head_columns()));
+            layout.add("FORWARD_VALUE_CODES_AT", keys * specialization.code_bytes(specialization.value_columns()));
+            layout.add("FORWARD_KEY_SCALES_AT", 2 * keys * specialization.key_scales() * size_of::<f32>());
+            layout.add("FORWARD_VALUE_SCALES_AT", 2 * keys * specialization.value_scales() * size_of::<f32>());
         }
         layout
     }

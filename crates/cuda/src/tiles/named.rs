@@ -64,7 +64,7 @@ pub(crate) fn program_of_options(options: &str) -> Result<Program, String> {
                 return Err("the decode kernel drops no weights, expected HAS_DROPOUT 0 with it".into());
             }
             KernelSet::Decode => programs.push(decode.program(&specialization)),
-            KernelSet::Backward if specialization.key_codes => {
+            KernelSet::Backward if specialization.key_codes.is_some() => {
                 return Err("codes have no gradients, expected KEY_CODES 0 with the backward kernels".into());
             }
             KernelSet::Backward if specialization.key_pages => {
@@ -110,6 +110,9 @@ mod tests {
             ("-DELEMENT=3", "ELEMENT is 3"),
             ("-DHAS_DROPOUT=1", "drops no weights"),
             ("-DKEY_CODES=1 -DKERNEL_SET=4", "codes have no gradients"),
+            ("-DCODE_FORMAT=1", "CODE_FORMAT is 1, expected KEY_CODES 1"),
+            ("-DKEY_CODES=1 -DCODE_FORMAT=3", "CODE_FORMAT is 3"),
+            ("-DKEY_CODES=1 -DCODE_FORMAT=2 -DHEAD_DIM=80", "expected multiples of 32"),
             ("-DHEAD_DIM=80 -DWARPS_PER_KEYS=2", "do not divide"),
         ] {
             let error = program_of_options(options).expect_err(options);

@@ -5,11 +5,12 @@ use super::{BackwardTile, DecodeTile, ForwardLength, ForwardTile, KernelSet, Wid
 use crate::element::ElementType;
 use crate::program::Program;
 use crate::specialization::{BiasElement, Specialization};
+use candle_attention_call::KvCodeFormat;
 
 /// The kernels of a program.
 pub(super) const ALL_KERNELS: [KernelSet; 3] = [KernelSet::Forward, KernelSet::Decode, KernelSet::Backward];
 
-/// The kernels of keys of 8 bits, which have no gradients.
+/// The kernels of codes, which have no gradients.
 const KERNELS_OF_CODES: [KernelSet; 2] = [KernelSet::Forward, KernelSet::Decode];
 
 /// Returns the programs: each row of the backward tables, with rows of the forward and of the decode tables in turn.
@@ -20,10 +21,13 @@ pub(crate) fn programs_of_every_row() -> Vec<Program> {
             programs.extend(programs_of_width(element, width));
         }
     }
-    let codes = Specialization { key_codes: true, ..Specialization::plain(ElementType::Bf16, 32, 32) };
-    for (n, decode) in DecodeTile::rows(&codes).into_iter().enumerate() {
-        let forward = in_turn(&ForwardTile::rows(&codes), n);
-        programs.push(joined(&KERNELS_OF_CODES, &[forward.program(&codes), decode.program(&codes)]));
+    for (format, width) in [(KvCodeFormat::Q8, 32), (KvCodeFormat::Q4, 128)] {
+        let codes =
+            Specialization { key_codes: Some(format), ..Specialization::plain(ElementType::Bf16, width, width) };
+        for (n, decode) in DecodeTile::rows(&codes).into_iter().enumerate() {
+            let forward = in_turn(&ForwardTile::rows(&codes), n);
+            programs.push(joined(&KERNELS_OF_CODES, &[forward.program(&codes), decode.program(&codes)]));
+        }
     }
     programs
 }
@@ -87,7 +91,7 @@ impl ForwardTile {
         let mut unique = Vec::new();
         for row in rows {
             // Kernels of codes have one stage.
-            let is_possible = !plain.key_codes || row.stages == 1;
+            let is_possible = plain.key_codes.is_none() || row.stages == 1;
             if is_possible && !unique.contains(&row) {
                 unique.push(row);
             }

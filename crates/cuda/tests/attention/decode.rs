@@ -92,21 +92,43 @@ fn decode_with_all_score_modifiers_matches_reference() -> Result<()> {
 }
 
 /// Returns a call whose keys and values are codes.
-fn with_codes(sizes: Sizes, dtype: DType) -> Result<CudaCall> {
+fn with_codes(sizes: Sizes, dtype: DType, format: KvCodeFormat) -> Result<CudaCall> {
     let Sizes { b, h_kv, t_kv, d, d_v, .. } = sizes;
-    let codes = |seed, columns| -> Result<_> {
-        numbers(seed, &[b, h_kv, t_kv, columns], DType::F32)?.affine(127.0, 128.0)?.to_dtype(DType::U8)
+    // Without the codes 127 and 255, which are NaN in E4M3.
+    let codes = |seed, width| -> Result<_> {
+        let rows = numbers(seed, &[b, h_kv, t_kv, format.bytes(width)], DType::F32)?;
+        if format == KvCodeFormat::E4M3 {
+            let positive = rows.abs()?.affine(126.0, 0.0)?.to_dtype(DType::U8)?;
+            return positive + rows.lt(0f32)?.affine(128.0, 0.0)?;
+        }
+        rows.affine(127.0, 128.0)?.to_dtype(DType::U8)
     };
-    let scales = |seed| numbers(seed, &[b, h_kv, t_kv, 1], DType::F32)?.affine(0.003, 0.007);
-    let kv_scales = Some(KvScales { format: KvCodeFormat::Q8, k: scales(6)?, v: scales(7)? });
+    // Numbers of up to 1.3.
+    let largest = match format {
+        KvCodeFormat::Q8 => 128.0,
+        KvCodeFormat::E4M3 => 448.0,
+        KvCodeFormat::Q4 => 7.5,
+    };
+    let scales = |seed, width| {
+        numbers(seed, &[b, h_kv, t_kv, format.scales(width)], DType::F32)?.affine(0.4 / largest, 0.9 / largest)
+    };
+    let kv_scales = Some(KvScales { format, k: scales(6, d)?, v: scales(7, d_v)? });
     Ok(CudaCall { k: codes(2, d)?, v: codes(3, d_v)?, kv_scales, ..sizes.call(dtype)? })
 }
 
 #[test]
 fn keys_and_values_of_8_bits_match_reference_in_both_kernels() -> Result<()> {
-    check(&with_codes(Sizes { t_kv: 600, ..FEW_QUERIES }, DType::F16)?, 2)?;
-    let many = with_codes(super::case::MANY_QUERIES, DType::F16)?;
+    check(&with_codes(Sizes { t_kv: 600, ..FEW_QUERIES }, DType::F16, KvCodeFormat::Q8)?, 2)?;
+    let many = with_codes(super::case::MANY_QUERIES, DType::F16, KvCodeFormat::Q8)?;
     assert_eq!(plan(&many), Ok(ForwardKernel::Forward));
     check_forward(&many)?;
     Ok(())
+}
+
+#[test]
+fn keys_and_values_of_e4m3_and_4_bits_match_reference() -> Result<()> {
+    let many = with_codes(super::case::MANY_QUERIES, DType::F16, KvCodeFormat::E4M3)?;
+    assert_eq!(plan(&many), Ok(ForwardKernel::Forward));
+    check_forward(&many)?;
+    check(&with_codes(Sizes { t_kv: 600, d: 128, ..FEW_QUERIES }, DType::F16, KvCodeFormat::Q4)?, 2)
 }

@@ -98,15 +98,18 @@ fn score_modifiers_that_do_not_fit_are_a_reason() -> Result<()> {
 }
 
 #[test]
-fn keys_of_8_bits_have_no_backward_kernel() -> Result<()> {
+fn keys_of_codes_have_no_backward_kernel_and_whole_blocks() -> Result<()> {
     let call = MANY_QUERIES.call(DType::F32)?;
     let codes = |tensor: &Tensor| tensor.affine(100.0, 128.0)?.to_dtype(DType::U8);
     let scales = numbers(6, &[2, 2, 90, 1], DType::F32)?;
     let (k, v) = (codes(&call.k)?, codes(&call.v)?);
     let call =
         CudaCall { k, v, kv_scales: Some(KvScales { format: KvCodeFormat::Q8, k: scales.clone(), v: scales }), ..call };
-    let e4m3 = call.kv_scales.clone().map(|of_8_bits| KvScales { format: KvCodeFormat::E4M3, ..of_8_bits });
-    check_reason(&CudaCall { kv_scales: e4m3, ..call.clone() }, "keys and values are codes of E4M3, expected 8 bits");
+    let of_4_bits = call.kv_scales.clone().map(|of_8_bits| KvScales { format: KvCodeFormat::Q4, ..of_8_bits });
+    check_reason(
+        &CudaCall { kv_scales: of_4_bits, ..call.clone() },
+        "a row has 16 numbers in codes of 4 bits, expected a multiple of 32",
+    );
     let reason = plan_backward(
         &call,
         RequestedGradients { layout: OutputLayout::Bhtd, of: PerInput { q: true, ..PerInput::default() } },

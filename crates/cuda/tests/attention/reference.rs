@@ -1,7 +1,7 @@
 //! Calls of the kernels for the oracle, which computes attention and its gradients in f64.
 
 use attention_oracle::problem::{Pair, Problem};
-use candle_attention_cuda::{AttentionDims, BoundedKeys, CudaCall, DropoutMask, FirstPosition, KvScales};
+use candle_attention_cuda::{AttentionDims, BoundedKeys, CudaCall, DropoutMask, FirstPosition, KvCodeFormat, KvScales};
 use candle_attention_kernels::flash::{WeightIndex, philox_keeps};
 use candle_core::{DType, Result, Tensor};
 
@@ -117,17 +117,43 @@ struct CallNumbers<'a> {
     dropout_seed: u64,
 }
 
-/// Returns keys or values as numbers.
-fn decoded(tensor: &Tensor, scales: Option<&Tensor>) -> Result<Rows> {
-    let mut rows = Rows::of(tensor)?;
-    if let Some(scales) = scales {
-        let scales = Rows::of(scales)?;
-        let columns = rows.dims[3];
-        for (index, value) in rows.values.iter_mut().enumerate() {
-            *value = (*value - 128.0) * scales.values[index / columns];
+/// The format and the scales of keys or values that are codes.
+struct RowCodes<'a> {
+    format: KvCodeFormat,
+    scales: &'a Tensor,
+}
+
+/// Returns keys or values of rows of `width` as numbers.
+fn decoded(tensor: &Tensor, width: usize, codes: Option<RowCodes>) -> Result<Rows> {
+    let stored = Rows::of(tensor)?;
+    let Some(RowCodes { format, scales }) = codes else { return Ok(stored) };
+    let scales = Rows::of(scales)?;
+    let (bytes, scales_of_row) = (stored.dims[3], scales.dims[3]);
+    let mut values = Vec::new();
+    for (row, row_codes) in stored.values.chunks_exact(bytes).enumerate() {
+        for column in 0..width {
+            let number = match format {
+                KvCodeFormat::Q8 => row_codes[column] - 128.0,
+                KvCodeFormat::E4M3 => e4m3_number(row_codes[column] as u32),
+                KvCodeFormat::Q4 => {
+                    let byte = row_codes[column / 32 * 16 + column % 16] as u32;
+                    f64::from(if column % 32 < 16 { byte % 16 } else { byte / 16 }) - 7.5
+                }
+            };
+            values.push(number * scales.values[row * scales_of_row + column * scales_of_row / width]);
         }
     }
-    Ok(rows)
+    let mut dims = stored.dims;
+    dims[3] = width;
+    Ok(Rows { values, dims })
+}
+
+/// Returns a float of 8 bits: a sign, 4 bits of exponent and 3 of mantissa.
+fn e4m3_number(code: u32) -> f64 {
+    let exponent = (code >> 3 & 15) as i32;
+    let mantissa = f64::from(code & 7) / 8.0;
+    let size = if exponent == 0 { mantissa * 2f64.powi(-6) } else { (1.0 + mantissa) * 2f64.powi(exponent - 7) };
+    if code >= 128 { -size } else { size }
 }
 
 /// Returns the sequences of a call: the entries of its batch, or packed ones.
@@ -177,7 +203,10 @@ fn sequences(call: &CudaCall) -> Result<Vec<Sequence>> {
 
 impl<'a> CallNumbers<'a> {
     fn new(call: &'a CudaCall) -> Result<Self> {
-        let scales = call.kv_scales.as_ref();
+        let codes_of_k =
+            call.kv_scales.as_ref().map(|KvScales { format, k, .. }| RowCodes { format: *format, scales: k });
+        let codes_of_v =
+            call.kv_scales.as_ref().map(|KvScales { format, v, .. }| RowCodes { format: *format, scales: v });
         let scores = &call.scores;
         let dropout_seed = match scores.dropout.as_ref().map(|dropout| &dropout.mask) {
             None => 0,
@@ -191,8 +220,8 @@ impl<'a> CallNumbers<'a> {
         Ok(Self {
             call,
             q: Rows::of(&call.q)?,
-            k: decoded(&call.k, scales.map(|KvScales { k, .. }| k))?,
-            v: decoded(&call.v, scales.map(|KvScales { v, .. }| v))?,
+            k: decoded(&call.k, call.dims.d, codes_of_k)?,
+            v: decoded(&call.v, call.dims.d_v, codes_of_v)?,
             bias: Rows::of_optional(scores.bias.as_ref())?,
             boolean_mask: Rows::of_optional(scores.boolean_mask.as_ref())?,
             relative_bias: Rows::of_optional(scores.relative_bias.as_ref())?,

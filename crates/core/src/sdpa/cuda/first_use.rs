@@ -11,30 +11,75 @@ use super::CudaPath;
 use candle_attention_modules::base::first_use::{ComparedResult, FirstUseCase};
 
 const FORWARD: FirstUseCase = FirstUseCase { operation: "attention, forward", is_new: false, run: forward };
-const FORWARD_OVER_CODES: FirstUseCase =
-    FirstUseCase { operation: "attention over keys of 8 bits, forward", is_new: false, run: forward_over_codes };
 const DECODE: FirstUseCase = FirstUseCase { operation: "attention, decode", is_new: false, run: decode };
-const DECODE_OVER_CODES: FirstUseCase =
-    FirstUseCase { operation: "attention over keys of 8 bits, decode", is_new: false, run: decode_over_codes };
 const BACKWARD: FirstUseCase = FirstUseCase { operation: "attention, backward", is_new: false, run: backward };
 
+/// The cases of keys and values that are floats, or in a format of codes.
+struct ForwardCases {
+    forward: FirstUseCase,
+    decode: FirstUseCase,
+}
+
+const OF_8_BITS: ForwardCases = ForwardCases {
+    forward: FirstUseCase {
+        operation: "attention over keys of 8 bits, forward",
+        is_new: false,
+        run: |device, dtype| with_codes(SmallCall::PROMPT, KvCodeFormat::Q8).compare(device, dtype, attend),
+    },
+    decode: FirstUseCase {
+        operation: "attention over keys of 8 bits, decode",
+        is_new: false,
+        run: |device, dtype| with_codes(SmallCall::TOKEN, KvCodeFormat::Q8).compare(device, dtype, attend),
+    },
+};
+const OF_E4M3: ForwardCases = ForwardCases {
+    forward: FirstUseCase {
+        operation: "attention over keys of E4M3, forward",
+        is_new: true,
+        run: |device, dtype| with_codes(SmallCall::PROMPT, KvCodeFormat::E4M3).compare(device, dtype, attend),
+    },
+    decode: FirstUseCase {
+        operation: "attention over keys of E4M3, decode",
+        is_new: true,
+        run: |device, dtype| with_codes(SmallCall::TOKEN, KvCodeFormat::E4M3).compare(device, dtype, attend),
+    },
+};
+const OF_4_BITS: ForwardCases = ForwardCases {
+    forward: FirstUseCase {
+        operation: "attention over keys of 4 bits, forward",
+        is_new: true,
+        run: |device, dtype| with_codes(SmallCall::PROMPT, KvCodeFormat::Q4).compare(device, dtype, attend),
+    },
+    decode: FirstUseCase {
+        operation: "attention over keys of 4 bits, decode",
+        is_new: true,
+        run: |device, dtype| with_codes(SmallCall::TOKEN, KvCodeFormat::Q4).compare(device, dtype, attend),
+    },
+};
+
 /// The cases of attention.
-pub const ATTENTION_CASES: [FirstUseCase; 5] = [FORWARD, FORWARD_OVER_CODES, DECODE, DECODE_OVER_CODES, BACKWARD];
+pub const ATTENTION_CASES: [FirstUseCase; 9] = [
+    FORWARD,
+    OF_8_BITS.forward,
+    OF_E4M3.forward,
+    OF_4_BITS.forward,
+    DECODE,
+    OF_8_BITS.decode,
+    OF_E4M3.decode,
+    OF_4_BITS.decode,
+    BACKWARD,
+];
+
+fn with_codes(call: SmallCall, format: KvCodeFormat) -> SmallCall {
+    SmallCall { codes: Some(format), ..call }
+}
 
 fn forward(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
     SmallCall::PROMPT.compare(device, dtype, attend)
 }
 
-fn forward_over_codes(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    SmallCall { codes: Some(KvCodeFormat::Q8), ..SmallCall::PROMPT }.compare(device, dtype, attend)
-}
-
 fn decode(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
     SmallCall::TOKEN.compare(device, dtype, attend)
-}
-
-fn decode_over_codes(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
-    SmallCall { codes: Some(KvCodeFormat::Q8), ..SmallCall::TOKEN }.compare(device, dtype, attend)
 }
 
 fn backward(device: &Device, dtype: DType) -> Result<Vec<ComparedResult>> {
@@ -67,12 +112,16 @@ impl CudaPath {
 
     /// Returns the cases of the call's kernels.
     fn first_use_cases(&self) -> impl Iterator<Item = FirstUseCase> {
-        let reads_codes = self.attention.call().kv_scales.is_some();
-        let of_forward = match (self.kernel, reads_codes) {
-            (ForwardKernel::Forward, false) => FORWARD,
-            (ForwardKernel::Forward, true) => FORWARD_OVER_CODES,
-            (ForwardKernel::Decode { .. }, false) => DECODE,
-            (ForwardKernel::Decode { .. }, true) => DECODE_OVER_CODES,
+        let ForwardCases { forward, decode } =
+            match self.attention.call().kv_scales.as_ref().map(|scales| scales.format) {
+                None => ForwardCases { forward: FORWARD, decode: DECODE },
+                Some(KvCodeFormat::Q8) => OF_8_BITS,
+                Some(KvCodeFormat::E4M3) => OF_E4M3,
+                Some(KvCodeFormat::Q4) => OF_4_BITS,
+            };
+        let of_forward = match self.kernel {
+            ForwardKernel::Forward => forward,
+            ForwardKernel::Decode { .. } => decode,
         };
         let of_backward = self.tracks_gradients().then_some(BACKWARD);
         std::iter::once(of_forward).chain(of_backward)

@@ -20,7 +20,7 @@ const PAGES: usize = 9;
 const PAGE_SIZE: usize = 16;
 const H: usize = 4;
 const H_KV: usize = 2;
-const D: usize = 16;
+const D: usize = 32;
 
 /// Queries and pools: floats, or codes with scales. Pages 0 and 5 are NaN.
 struct Pools {
@@ -31,7 +31,7 @@ struct Pools {
 }
 
 impl Pools {
-    fn draw(queries: usize, dtype: DType, has_codes: bool) -> Result<Self> {
+    fn draw(queries: usize, dtype: DType, codes: Option<KvCodeFormat>) -> Result<Self> {
         let generator = TorchSeed::new(31);
         let unused = Tensor::new(&[0f32, 5.], &candle_core::Device::Cpu)?;
         let with_nan = |pool: Tensor| -> Result<Tensor> {
@@ -42,14 +42,23 @@ impl Pools {
         };
         let rows = |width: usize| generator.randn((PAGES, PAGE_SIZE, H_KV, width));
         let q = generator.randn((queries, H, D))?.to_dtype(dtype)?;
-        if !has_codes {
+        let Some(format) = codes else {
             let floats = || with_nan(rows(D)?)?.to_dtype(dtype);
             return Ok(Self { q, k: floats()?, v: floats()?, scales: None });
-        }
-        let codes = || (generator.rand((PAGES, PAGE_SIZE, H_KV, D))? * 255.0)?.to_dtype(DType::U8);
-        let scales = || with_nan((generator.rand((PAGES, PAGE_SIZE, H_KV, 1))? * 0.02)?);
-        let scales = Some(KvScales { format: KvCodeFormat::Q8, k: scales()?, v: scales()? });
-        Ok(Self { q, k: codes()?, v: codes()?, scales })
+        };
+        let bytes = || {
+            let drawn = (generator.rand((PAGES, PAGE_SIZE, H_KV, format.bytes(D)))? * 255.0)?.to_dtype(DType::U8)?;
+            // The code 127 is NaN in E4M3.
+            drawn.eq(127u8)?.where_cond(&drawn.zeros_like()?, &drawn)
+        };
+        let most = match format {
+            KvCodeFormat::Q8 => 0.02,
+            KvCodeFormat::E4M3 => 0.006,
+            KvCodeFormat::Q4 => 0.3,
+        };
+        let scales = || with_nan((generator.rand((PAGES, PAGE_SIZE, H_KV, 1))? * most)?);
+        let scales = Some(KvScales { format, k: scales()?, v: scales()? });
+        Ok(Self { q, k: bytes()?, v: bytes()?, scales })
     }
 
     fn call(
@@ -102,8 +111,8 @@ fn cuda_kernels_over_pages_match_reference_and_cpu_kernel() -> Result<()> {
         return Ok(());
     }
     let options = SdpaOptions::default();
-    for (dtype, has_codes) in [(DType::BF16, false), (DType::BF16, true)] {
-        let pools = Pools::draw(26, dtype, has_codes)?;
+    for codes in [None, Some(KvCodeFormat::Q8), Some(KvCodeFormat::Q4)] {
+        let pools = Pools::draw(26, DType::BF16, codes)?;
         for mask in [AttentionMask::none(), AttentionMask::causal(), AttentionMask::causal().with_window(6)] {
             pools.check(&sequences()?, &mask, &options)?;
         }
@@ -116,7 +125,7 @@ fn cuda_decode_kernel_over_pages_matches_reference_and_reads_no_released_page() 
     if !emulator_runs() {
         return Ok(());
     }
-    let pools = Pools::draw(3, DType::F32, false)?;
+    let pools = Pools::draw(3, DType::F32, None)?;
     // Pages before position 16 of the first sequence were released.
     let pages = vec![vec![u32::MAX, 1, 4], vec![7, 2], vec![3]];
     let tokens = PagedSequences::new(vec![0, 1, 2, 3], vec![40, 23, 1], pages)?;
@@ -128,14 +137,14 @@ fn cuda_decode_kernel_over_pages_matches_reference_and_reads_no_released_page() 
 
 #[test]
 fn cuda_plan_over_pages_says_why_pages_are_copied() -> Result<()> {
-    let pools = Pools::draw(26, DType::BF16, false)?;
+    let pools = Pools::draw(26, DType::BF16, None)?;
     let (causal, options) = (AttentionMask::causal(), SdpaOptions::default());
     let reason = |call: &Call| CudaPath::plan(call, RequestedResults::default()).err();
     let dropping = options.clone().with_dropout(0.5, true).with_dropout_philox_seed(1);
     let dropping = pools.call(DType::BF16, &sequences()?, &causal, &dropping)?;
     assert_eq!(reason(&dropping).as_deref(), Some("weights are dropped, which is for keys in one piece"));
     let pool = |pages: &Tensor| pages.narrow(1, 0, 12);
-    let odd = Pools { k: pool(&pools.k)?, v: pool(&pools.v)?, ..Pools::draw(2, DType::BF16, false)? };
+    let odd = Pools { k: pool(&pools.k)?, v: pool(&pools.v)?, ..Pools::draw(2, DType::BF16, None)? };
     let tokens = PagedSequences::new(vec![0, 2], vec![20], vec![vec![1, 2]])?;
     let odd = odd.call(DType::BF16, &tokens, &causal, &options)?;
     assert_eq!(reason(&odd).as_deref(), Some("a page has 12 keys, expected a power of two"));
