@@ -1,6 +1,7 @@
 // Linear layers with weights of codes on the emulator against plain loops in double, and the numbers of the weights to
-// the bit. A program tests one format, one type of elements and one number of rows: run_delta_tests.sh.
-#include "../kernels/linear_codes.cu"
+// the bit. A program tests one format, one type of elements and one number of rows: run_delta_tests.sh, and for the Metal
+// kernels run_tests.sh in their package.
+#include "linear_codes.cu"
 #include "testing.h"
 
 using namespace testing;

@@ -71,49 +71,33 @@
 #define CODE_RUN (CODE_GROUP == 0 || GROUP_POWER_OF_TWO >= CODE_CHUNK ? CODE_CHUNK : GROUP_POWER_OF_TWO)
 #define CODE_RUNS (CODE_CHUNK / CODE_RUN)
 
-#ifdef EMULATOR
-DEVICE float number_of_f16(u16 x) { return emulator::f16_to_f32(x); }
-#else
-DEVICE float number_of_f16(u16 x) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
-    return f;
-}
-#endif
-
-// The number of a group of a row of weights. NEST is the number of groups that share a factor.
-template <int KIND, int NEST> DEVICE float group_number(const GroupPointers& from, i64 row, int group, int groups) {
+// The number of a group of a row of weights. `nest` is the number of groups that share a factor.
+DEVICE float group_number(const LOCAL GroupPointers& from, int kind, int nest, i64 row, int group, int groups) {
     const i64 at = row * groups + group;
-    if (KIND == NUMBERS_F16) return number_of_f16(load_global((const u16*)from.numbers + at));
-    if (KIND == NUMBERS_BF16) return as_float((u32)load_global((const u16*)from.numbers + at) << 16);
-    if (KIND == NUMBERS_F32) return load_global((const float*)from.numbers + at);
-    const u32 byte = load_global((const u8*)from.numbers + at);
-    if (KIND == NUMBERS_WHOLE) return (float)byte;
-    if (KIND == NUMBERS_BYTES) return load_global((const float*)from.table + byte);
-    const u16 factor = load_global((const u16*)from.table + row * (groups / NEST) + group / NEST);
-    return number_of_f16(factor) * (float)((int)byte - from.middle);
+    if (kind == NUMBERS_F16) return f16_to_f32(load_global((GLOBAL const u16*)from.numbers + at));
+    if (kind == NUMBERS_BF16) return as_float((u32)load_global((GLOBAL const u16*)from.numbers + at) << 16);
+    if (kind == NUMBERS_F32) return load_global((GLOBAL const float*)from.numbers + at);
+    const u32 byte = load_global((GLOBAL const u8*)from.numbers + at);
+    if (kind == NUMBERS_WHOLE) return (float)byte;
+    if (kind == NUMBERS_BYTES) return load_global((GLOBAL const float*)from.table + byte);
+    const u16 factor = load_global((GLOBAL const u16*)from.table + row * (groups / nest) + group / nest);
+    return f16_to_f32(factor) * (float)((int)byte - from.middle);
 }
 
 // The group of a column.
 DEVICE int group_of_column(int column) {
-#if CODE_GROUP == 0
-    return 0;
-#else
-    return column / CODE_GROUP;
-#endif
+    // A compiler would warn of a division by 0.
+    return CODE_GROUP == 0 ? 0 : column / (CODE_GROUP == 0 ? 1 : CODE_GROUP);
 }
 
-DEVICE float scale_of_group(const WeightCodes& weight, i64 row, int group) {
-    return group_number<SCALE_NUMBERS, SCALE_NEST>(weight.scales, row, group, weight.groups);
+DEVICE float scale_of_group(const LOCAL WeightCodes& weight, i64 row, int group) {
+    return group_number(weight.scales, SCALE_NUMBERS, SCALE_NEST, row, group, weight.groups);
 }
 
 // The zero or the minimum of a group.
-DEVICE float offset_of_group(const WeightCodes& weight, i64 row, int group) {
-#if HAS_OFFSETS
-    return group_number<OFFSET_NUMBERS, OFFSET_NEST>(weight.offsets, row, group, weight.groups);
-#else
-    return 0;
-#endif
+DEVICE float offset_of_group(const LOCAL WeightCodes& weight, i64 row, int group) {
+    if (!HAS_OFFSETS) return 0;
+    return group_number(weight.offsets, OFFSET_NUMBERS, OFFSET_NEST, row, group, weight.groups);
 }
 
 // The octet at a position of a chunk, and the position of an octet.
@@ -122,98 +106,69 @@ DEVICE int position_of_octet(int chunk, int octet) {
     return (octet + CODE_OCTETS - chunk / CHUNKS_OF_128_BYTES % CODE_OCTETS) % CODE_OCTETS;
 }
 
-// The four bytes of a quartet of a plane of BITS bits, from the words of a chunk.
-template <int BITS> DEVICE u32 quartet_word(int quartet) { return quartet * BITS / 8; }
-template <int BITS> DEVICE u32 quartet_bits(u32 word, int quartet) {
-    const u32 mask = 0x01010101u * ((1u << BITS) - 1);
-    return word >> quartet % (8 / BITS) * BITS & mask;
+// The word of a chunk that has a quartet of a plane of `bits` bits, and the four bytes of the quartet in it.
+DEVICE u32 quartet_word(int quartet, int bits) { return quartet * bits / 8; }
+DEVICE u32 quartet_bits(u32 word, int quartet, int bits) {
+    const u32 mask = 0x01010101u * ((1u << bits) - 1);
+    return word >> quartet % (8 / bits) * bits & mask;
 }
 
-// A byte of a word as a float, plus 2^23.
-DEVICE float byte_above_two_to_23(u32 bytes, int i) { return as_float(select_bytes(bytes, 0x4b000000u, 0x7440u + i)); }
 #define TWO_TO_23 8388608.0f
 
-// The number of code i of a quartet. A table of 16 floats is in shared memory.
-DEVICE float code_number(u32 codes, int i, float scale, float offset, u32 table) {
-#if CODE_VALUES == VALUES_E4M3
-    const u32 code = codes >> 8 * i & 0xff, magnitude = code & 0x7f;
-    // Exponent and mantissa at their places in f32, with a bias of 127 in the place of 7.
-    const float two_to_120 = as_float((127u + 120u) << 23);
-    const float unsigned_number = magnitude == 0x7f ? as_float(0x7fc00000u) : as_float(magnitude << 20) * two_to_120;
-    return as_float(as_bits(unsigned_number) | (code & 0x80) << 24) * scale;
-#elif CODE_VALUES == VALUES_E5M2
-    return number_of_f16((u16)((codes >> 8 * i & 0xff) << 8)) * scale;
-#elif CODE_VALUES == VALUES_TABLE
-    return load_shared<float>(table + (codes >> 8 * i & 0xff) * 4) * scale;
-#elif CODE_VALUES == VALUES_MINIMUMS
-    return fused_multiply_add(byte_above_two_to_23(codes, i) - TWO_TO_23, scale, offset);
-#elif CODE_VALUES == VALUES_ZEROS && OFFSET_NUMBERS == NUMBERS_WHOLE
-    return (byte_above_two_to_23(codes, i) - (TWO_TO_23 + offset)) * scale;
-#elif CODE_VALUES == VALUES_ZEROS
-    return (byte_above_two_to_23(codes, i) - TWO_TO_23 - offset) * scale;
-#else
-    return (byte_above_two_to_23(codes, i) - (TWO_TO_23 + (1 << (CODE_BITS - 1)))) * scale;
-#endif
+// The number of code i of a quartet.
+DEVICE float code_number(u32 codes, int i, float scale, float offset, SharedFloats table) {
+    const u32 code = codes >> 8 * i & 0xff;
+    if (CODE_VALUES == VALUES_E4M3) return e4m3_to_f32(code) * scale;
+    if (CODE_VALUES == VALUES_E5M2) return f16_to_f32((u16)(code << 8)) * scale;
+    if (CODE_VALUES == VALUES_TABLE) return load_shared_float(table, (int)code) * scale;
+    const float above = byte_above_two_to_23(codes, i);
+    if (CODE_VALUES == VALUES_MINIMUMS) return fused_multiply_add(above - TWO_TO_23, scale, offset);
+    if (CODE_VALUES == VALUES_ZEROS && OFFSET_NUMBERS == NUMBERS_WHOLE) return (above - (TWO_TO_23 + offset)) * scale;
+    if (CODE_VALUES == VALUES_ZEROS) return (above - TWO_TO_23 - offset) * scale;
+    return (above - (TWO_TO_23 + (1 << (CODE_BITS - 1)))) * scale;
 }
 
-// The codes of a chunk, and the numbers of its groups.
-struct CodeChunk {
-    u32 low[LOW_WORDS];
-    u32 high[HIGH_WORDS ? HIGH_WORDS : 1];
-    float scales[CODE_RUNS];
-    float offsets[CODE_RUNS];
-};
+// The number of the run of column e of an octet that is known when the kernel runs, from the numbers of all runs.
+DEVICE float number_of_run(const LOCAL float* numbers, int octet, int e) {
+    // With runs of whole octets, the first octets have the first runs.
+    float number = numbers[e / CODE_RUN % CODE_RUNS];
+    UNROLL for (int other = 1; other < CODE_OCTETS; other++) {
+        if (octet == other) number = numbers[(8 * other + e) / CODE_RUN];
+    }
+    return number;
+}
 
-template <int WORDS> DEVICE void load_words(u32* to, const u32* from) {
-    if (WORDS == 4) {
-        const uint4 words = load_global((const uint4*)from);
-        to[0] = words.x, to[1] = words.y, to[2] = words.z, to[3] = words.w;
-    } else if (WORDS == 2) {
-        const uint2 words = load_global((const uint2*)from);
-        to[0] = words.x, to[1] = words.y;
-    } else if (WORDS == 1) {
+// Loads 0, 1, 2 or 4 words.
+DEVICE void load_words(LOCAL u32* to, GLOBAL const u32* from, int words) {
+    if (words == 4) {
+        const uint4 four = load_global((GLOBAL const uint4*)from);
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    } else if (words == 2) {
+        const uint2 two = load_global((GLOBAL const uint2*)from);
+        to[0] = two.x, to[1] = two.y;
+    } else if (words == 1) {
         to[0] = load_global(from);
     }
 }
 
 DEVICE int chunks_of_row(int width) { return (width + CODE_CHUNK - 1) / CODE_CHUNK; }
 
-DEVICE void load_code_chunk(CodeChunk& chunk, const WeightCodes& weight, const u32* low, i64 row, int width, int at) {
-    const i64 from = row * chunks_of_row(width) + at;
-    load_words<LOW_WORDS>(chunk.low, low + from * LOW_WORDS);
-    load_words<HIGH_WORDS>(chunk.high, weight.high + from * HIGH_WORDS);
-    UNROLL for (int run = 0; run < CODE_RUNS; run++) {
-        const int group = group_of_column(at * CODE_CHUNK + run * CODE_RUN);
-        chunk.scales[run] = scale_of_group(weight, row, group);
-        chunk.offsets[run] = offset_of_group(weight, row, group);
-    }
-}
-
-// The codes of a quartet of a chunk, a byte each.
-DEVICE u32 quartet_of_chunk(const CodeChunk& chunk, int quartet) {
-    u32 codes = quartet_bits<LOW_BITS>(chunk.low[quartet_word<LOW_BITS>(quartet)], quartet);
-#if HIGH_WORDS
-    codes |= quartet_bits<HIGH_BITS>(chunk.high[quartet_word<HIGH_BITS>(quartet)], quartet) << LOW_BITS;
-#endif
-    return codes;
-}
-
 // The codes of the quartet that begins at a column.
-DEVICE u32 load_quartet(const WeightCodes& weight, const u32* low, i64 row, int width, int column) {
+DEVICE u32 load_quartet(const LOCAL WeightCodes& weight, GLOBAL const u32* low, i64 row, int width, int column) {
     const int chunk = column / CODE_CHUNK;
     const int quartet = 2 * position_of_octet(chunk, column % CODE_CHUNK / 8) + column % 8 / 4;
     const i64 from = row * chunks_of_row(width) + chunk;
-    u32 codes = quartet_bits<LOW_BITS>(load_global(low + from * LOW_WORDS + quartet_word<LOW_BITS>(quartet)), quartet);
-#if HIGH_WORDS
-    const u32 high = load_global(weight.high + from * HIGH_WORDS + quartet_word<HIGH_BITS>(quartet));
-    codes |= quartet_bits<HIGH_BITS>(high, quartet) << LOW_BITS;
-#endif
+    u32 codes = quartet_bits(load_global(low + from * LOW_WORDS + quartet_word(quartet, LOW_BITS)), quartet, LOW_BITS);
+    if (HIGH_WORDS) {
+        const u32 high = load_global(weight.high + from * HIGH_WORDS + quartet_word(quartet, HIGH_BITS));
+        codes |= quartet_bits(high, quartet, HIGH_BITS) << LOW_BITS;
+    }
     return codes;
 }
 
-// The numbers of the four columns from a multiple of 4 on; 0 behind the last column.
-DEVICE void load_quartet_numbers(float (&numbers)[4], const WeightCodes& weight, const u32* low, i64 row, int width,
-                                 int column, u32 table) {
+// Computes the numbers of the four columns from a multiple of 4 on; 0 behind the last column.
+DEVICE void load_quartet_numbers(LOCAL float* numbers, const LOCAL WeightCodes& weight, GLOBAL const u32* low, i64 row,
+                                 int width, int column, SharedFloats table) {
     const u32 codes = load_quartet(weight, low, row, width, column);
     float scale = 0, offset = 0;
     UNROLL for (int i = 0; i < 4; i++) {

@@ -99,9 +99,8 @@ DEVICE u32 pack_pair(float low, float high) {
     return ELEMENT == 1 ? emulator::f32_to_bf16(low) | u32(emulator::f32_to_bf16(high)) << 16
                         : emulator::f32_to_f16(low) | u32(emulator::f32_to_f16(high)) << 16;
 }
-DEVICE float unpack_half(u16 half) {
-    return ELEMENT == 1 ? emulator::bf16_to_f32(half) : emulator::f16_to_f32(half);
-}
+DEVICE float f16_to_f32(u16 bits) { return emulator::f16_to_f32(bits); }
+DEVICE float unpack_half(u16 half) { return ELEMENT == 1 ? emulator::bf16_to_f32(half) : f16_to_f32(half); }
 // Byte i of the result is byte (selector >> 4 i & 7) of the eight bytes of a, then b.
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
     const u64 bytes = a | u64(b) << 32;
@@ -229,13 +228,16 @@ DEVICE u32 pack_pair(float low, float high) {
 #endif
     return r;
 }
+DEVICE float f16_to_f32(u16 bits) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+    return f;
+}
 DEVICE float unpack_half(u16 half) {
 #if ELEMENT == 1
     return __uint_as_float((u32)half << 16);
 #else
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(half));
-    return f;
+    return f16_to_f32(half);
 #endif
 }
 // Byte i of the result is byte (selector >> 4 i & 7) of the eight bytes of a, then b.
@@ -294,6 +296,22 @@ DEVICE GridPlace grid_place(int count_x, int count_y) {
     GridPlace place;
     place.x = index - rest * count_x, place.y = rest % (u32)count_y, place.z = rest / (u32)count_y;
     return place;
+}
+
+// Floats in shared memory, and one of them, for headers that the Metal kernels share.
+typedef u32 SharedFloats;
+DEVICE float load_shared_float(SharedFloats from, int n) { return load_shared<float>(from + 4 * n); }
+
+// A byte of a word as a float, plus 2^23.
+DEVICE float byte_above_two_to_23(u32 bytes, int i) { return as_float(select_bytes(bytes, 0x4b000000u, 0x7440u + i)); }
+
+// The number of a float of 8 bits with 4 bits of exponent and without infinities.
+DEVICE float e4m3_to_f32(u32 code) {
+    const u32 magnitude = code & 0x7f;
+    // Exponent and mantissa at their places in f32, with a bias of 127 in the place of 7.
+    const float two_to_120 = as_float((127u + 120u) << 23);
+    const float unsigned_number = magnitude == 0x7f ? as_float(0x7fc00000u) : as_float(magnitude << 20) * two_to_120;
+    return as_float(as_bits(unsigned_number) | (code & 0x80) << 24);
 }
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }

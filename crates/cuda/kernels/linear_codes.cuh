@@ -34,6 +34,32 @@ DEVICE void load_tables(const LinearCodesArguments& arguments) {
 #endif
 }
 
+// The codes of a chunk, and the numbers of its groups.
+struct CodeChunk {
+    u32 low[LOW_WORDS];
+    u32 high[HIGH_WORDS ? HIGH_WORDS : 1];
+    float scales[CODE_RUNS];
+    float offsets[CODE_RUNS];
+};
+
+DEVICE void load_code_chunk(CodeChunk& chunk, const WeightCodes& weight, const u32* low, i64 row, int width, int at) {
+    const i64 from = row * chunks_of_row(width) + at;
+    load_words(chunk.low, low + from * LOW_WORDS, LOW_WORDS);
+    load_words(chunk.high, weight.high + from * HIGH_WORDS, HIGH_WORDS);
+    UNROLL for (int run = 0; run < CODE_RUNS; run++) {
+        const int group = group_of_column(at * CODE_CHUNK + run * CODE_RUN);
+        chunk.scales[run] = scale_of_group(weight, row, group);
+        chunk.offsets[run] = offset_of_group(weight, row, group);
+    }
+}
+
+// The codes of a quartet of a chunk, a byte each.
+DEVICE u32 quartet_of_chunk(const CodeChunk& chunk, int quartet) {
+    u32 codes = quartet_bits(chunk.low[quartet_word(quartet, LOW_BITS)], quartet, LOW_BITS);
+    if (HIGH_WORDS) codes |= quartet_bits(chunk.high[quartet_word(quartet, HIGH_BITS)], quartet, HIGH_BITS) << LOW_BITS;
+    return codes;
+}
+
 // The inputs of a row from a column on.
 DEVICE void load_inputs(float (&xs)[CODE_COLUMNS], const void* inputs, i64 at) {
 #if ELEMENT == 2
@@ -43,22 +69,12 @@ DEVICE void load_inputs(float (&xs)[CODE_COLUMNS], const void* inputs, i64 at) {
     }
 #else
     u32 words[CODE_COLUMNS / 2];
-    load_words<CODE_COLUMNS / 2>(words, (const u32*)((const u16*)inputs + at));
+    load_words(words, (const u32*)((const u16*)inputs + at), CODE_COLUMNS / 2);
     UNROLL for (int w = 0; w < CODE_COLUMNS / 2; w++) {
         xs[2 * w] = unpack_half((u16)words[w]);
         xs[2 * w + 1] = unpack_half((u16)(words[w] >> 16));
     }
 #endif
-}
-
-// A number of a chunk for an octet that is known when the kernel runs.
-DEVICE float number_of_run(const float (&numbers)[CODE_RUNS], int octet, int e) {
-    // With runs of whole octets, the first octets have the first runs.
-    float number = numbers[e / CODE_RUN % CODE_RUNS];
-    UNROLL for (int other = 1; other < CODE_OCTETS; other++) {
-        if (octet == other) number = numbers[(8 * other + e) / CODE_RUN];
-    }
-    return number;
 }
 
 // Adds the products of this lane's chunks. Rows of inputs are whole chunks and begin at multiples of 16 bytes.

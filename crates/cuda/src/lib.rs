@@ -70,7 +70,8 @@ pub mod shared {
     pub use crate::kernel_struct::{CppType, KernelStruct, StructDefinition, StructHeader};
     pub use crate::program::Define;
     pub use crate::rows::{
-        ForwardRows, ForwardRowsLaunch, GateArguments, LinearRowsArguments, NormArguments, RotationArguments,
+        ForwardRows, ForwardRowsLaunch, GateArguments, GatedNormArguments, LinearCodesArguments, LinearRowsArguments,
+        NormArguments, RotationArguments,
     };
     pub use crate::source::{join_files, shared_file};
     pub use crate::specialization::ModifierGradients;

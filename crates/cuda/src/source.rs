@@ -94,6 +94,7 @@ pub(crate) fn hash() -> u128 {
 const SHARED_FILES: &[&str] = &[
     "activations.cuh",
     "code_format.cuh",
+    "code_numbers.cuh",
     "combine_rows.cuh",
     "dropout.cuh",
     "elements.cuh",

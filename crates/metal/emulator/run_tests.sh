@@ -64,11 +64,26 @@ all='
 -DELEMENT=2 -DHEAD_DIM=32 -DKEY_PAGES=1 -DHAS_SOFTCAP=1 -DHAS_ALIBI=1 -DHAS_RELATIVE_BIAS=1
 '
 
+# Linear layers whose weights are codes: the element type, the number of rows, bits, values, the group, and the kinds of
+# scales and of zeros or minimums, as code_numbers.cuh numbers them.
+quick_codes='
+-DELEMENT=1 -DELEMENT_BYTES=2 -DLINEAR_ROWS=4 -DCODE_BITS=4 -DCODE_VALUES=2 -DCODE_GROUP=32 -DSCALE_NUMBERS=5 -DSCALE_NEST=8 -DOFFSET_NUMBERS=5 -DOFFSET_NEST=8
+-DELEMENT=2 -DELEMENT_BYTES=4 -DLINEAR_ROWS=1 -DCODE_BITS=3 -DCODE_VALUES=1 -DCODE_GROUP=24 -DSCALE_NUMBERS=1 -DOFFSET_NUMBERS=3
+'
+all_codes='
+-DELEMENT=0 -DELEMENT_BYTES=2 -DLINEAR_ROWS=1 -DCODE_BITS=6 -DCODE_VALUES=0 -DCODE_GROUP=16 -DSCALE_NUMBERS=5 -DSCALE_NEST=16
+-DELEMENT=2 -DELEMENT_BYTES=4 -DLINEAR_ROWS=2 -DCODE_BITS=4 -DCODE_VALUES=3 -DCODE_GROUP=64 -DSCALE_NUMBERS=4
+-DELEMENT=2 -DELEMENT_BYTES=4 -DLINEAR_ROWS=8 -DCODE_BITS=8 -DCODE_VALUES=4 -DCODE_GROUP=0 -DSCALE_NUMBERS=2
+-DELEMENT=1 -DELEMENT_BYTES=2 -DLINEAR_ROWS=1 -DCODE_BITS=8 -DCODE_VALUES=5 -DCODE_GROUP=32 -DSCALE_NUMBERS=0
+'
+
 kind=metal_tests
-# The folder of the Metal kernels comes first: it has the file attention.cu that the tests include.
+# The folder of the Metal kernels comes first: it has the files attention.cu and linear_codes.cu that the tests include.
 compile_tests() {
+    local tests=attention_tests.cpp
+    [[ $1 != *CODE_BITS* ]] || tests=linear_codes_tests.cpp
     "${CXX:-g++}" -std=c++17 -O1 -w -fno-strict-aliasing -DEMULATOR -I"$here" -I"$source" \
-        -I"$here/../../cuda/emulator" $1 "$here/../../cuda/emulator/attention_tests.cpp" -o "$2"
+        -I"$here/../../cuda/emulator" $1 "$here/../../cuda/emulator/$tests" -o "$2"
 }
 options_of() { programs_of options; }
 export -f compile_tests
@@ -76,8 +91,10 @@ export here programs source kind
 . "$here/../../cuda/emulator/specializations.sh"
 
 case "${1:-}" in
-    --quick) list="$(complete <<<"$quick")" ;;
-    "") list="$(complete <<<"$quick$all")" ;;
-    *) list="$(grep -F -e "$1" <<<"$quick$all" | complete)" ;;
+    --quick) list="$(complete <<<"$quick")" codes="$quick_codes" ;;
+    "") list="$(complete <<<"$quick$all")" codes="$quick_codes$all_codes" ;;
+    *) list="$(grep -F -e "$1" <<<"$quick$all" | complete)" codes= ;;
 esac
-run_list "$list"
+# These have no other macros than their names say.
+run_list "$list
+$(sed 's/..*/&|&/' <<<"$codes")"

@@ -188,6 +188,23 @@ DEVICE GridPlace grid_place(u32 index, int count_x, int count_y) {
 }
 
 DEVICE float unpack_half(u16 bits) { return ELEMENT == 1 ? as_float((u32)bits << 16) : f16_to_f32(bits); }
+// A float in threadgroup memory, for headers that the CUDA kernels share.
+typedef SHARED(float) SharedFloats;
+DEVICE float load_shared_float(SharedFloats from, int n) { return load_shared(from + n); }
+
+// A byte of a word as a float, plus 2^23.
+DEVICE float byte_above_two_to_23(u32 bytes, int i) { return as_float(0x4b000000u | (bytes >> 8 * i & 0xff)); }
+
+// The number of a float of 8 bits with 4 bits of exponent and without infinities. A GPU may take subnormal numbers in
+// f32 for 0 (section 8.1).
+DEVICE float e4m3_to_f32(u32 code) {
+    const u32 exponent = code >> 3 & 15, mantissa = code & 7;
+    if (exponent == 15 && mantissa == 7) return as_float(0x7fc00000u);
+    const float magnitude =
+        exponent == 0 ? (float)(int)mantissa / 512.0f : as_float((exponent + 120) << 23 | mantissa << 20);
+    return (code & 128) != 0 ? -magnitude : magnitude;
+}
+
 // A number as an element of 16 bits; ties to even, and NaN remains NaN.
 DEVICE u32 pack_half(float x) {
     if (ELEMENT == 0) return f32_to_f16(x);

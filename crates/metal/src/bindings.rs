@@ -10,6 +10,7 @@ use crate::launch::MetalLaunch;
 
 /// A field of some arguments that is bound as a buffer.
 pub(crate) struct BoundField<A: 'static> {
+    /// The name, after the names of the structs that it is in: `weight.scales.numbers`.
     pub name: &'static str,
     /// Returns the address in some arguments.
     pub address: fn(&A) -> u64,
@@ -23,12 +24,12 @@ pub(crate) struct BufferList<A: 'static> {
     pub fields: &'static [BoundField<A>],
 }
 
-/// Lists fields of arguments.
+/// Lists fields of arguments, and of structs in them.
 macro_rules! bound_fields {
-    ($($field:ident),* $(,)?) => {
+    ($($field:ident $(.$inner:ident)*),* $(,)?) => {
         &[$($crate::bindings::BoundField {
-            name: stringify!($field),
-            address: |arguments| arguments.$field.address(),
+            name: concat!(stringify!($field) $(, ".", stringify!($inner))*),
+            address: |arguments| arguments.$field$(.$inner)*.address(),
         }),*]
     };
 }
@@ -58,9 +59,9 @@ pub(crate) fn header<A: LaunchArguments>() -> StructHeader {
 fn numbers(definition: &StructDefinition) -> String {
     let (of_arguments, of_numbers) = (definition.name, numbers_name(definition));
     let mut text = format!("// The arguments as bytes. A pointer is 0 if it is null.\nstruct {of_numbers} {{\n");
-    for field in definition.fields {
+    for field in flat_fields(definition) {
         let cpp_type = if is_pointer(field.cpp_type) { "u64".into() } else { field.cpp_type.name() };
-        text += &format!("    {cpp_type} {};\n", field.name);
+        text += &format!("    {cpp_type} {};\n", field.flat_name());
     }
     text + &format!("}};\nstatic_assert(sizeof({of_numbers}) == sizeof({of_arguments}), \"the size in Rust\");\n")
 }
@@ -68,6 +69,45 @@ fn numbers(definition: &StructDefinition) -> String {
 /// Returns the name of the struct of the arguments as bytes.
 fn numbers_name(definition: &StructDefinition) -> String {
     definition.name.replace("Arguments", "Numbers")
+}
+
+/// A field of a struct, or of a struct in it that has pointers.
+struct FlatField {
+    /// The name, after the names of the structs that it is in: `weight.scales.numbers`.
+    name: String,
+    cpp_type: CppType,
+}
+
+impl FlatField {
+    /// Returns the name among the numbers and the parameters of a kernel.
+    fn flat_name(&self) -> String {
+        self.name.replace('.', "_")
+    }
+}
+
+/// Returns the fields of a struct, in which the fields of structs with pointers take the place of these structs. A
+/// struct of them has the same layout, since no struct of arguments has padding.
+fn flat_fields(definition: &StructDefinition) -> Vec<FlatField> {
+    let mut flat = Vec::new();
+    for field in definition.fields {
+        match field.cpp_type {
+            CppType::Struct(inner) if has_pointers(inner) => {
+                for own in flat_fields(inner) {
+                    flat.push(FlatField { name: format!("{}.{}", field.name, own.name), ..own });
+                }
+            }
+            cpp_type => flat.push(FlatField { name: field.name.into(), cpp_type }),
+        }
+    }
+    flat
+}
+
+/// Returns whether a struct, or a struct in it, has pointers.
+fn has_pointers(definition: &StructDefinition) -> bool {
+    definition.fields.iter().any(|field| match field.cpp_type {
+        CppType::Struct(inner) => has_pointers(inner),
+        cpp_type => is_pointer(cpp_type),
+    })
 }
 
 /// Returns whether a type is a pointer.
@@ -83,25 +123,26 @@ impl<A: LaunchArguments> BufferList<A> {
         let definition = A::DEFINITION;
         let numbers_name = numbers_name(&definition);
         let mut reads = format!("#define READ_{list}_ARGUMENTS(arguments)");
-        for field in definition.fields {
-            let name = field.name;
+        let all = flat_fields(&definition);
+        for field in &all {
+            let (name, flat_name) = (&field.name, field.flat_name());
             let is_bound = fields.iter().any(|bound| bound.name == name);
             reads += &match (is_pointer(field.cpp_type), is_bound) {
-                (false, _) => format!(" \\\n    arguments.{name} = numbers.{name};"),
+                (false, _) => format!(" \\\n    arguments.{name} = numbers.{flat_name};"),
                 (true, false) => format!(" \\\n    arguments.{name} = nullptr;"),
                 (true, true) => format!(
-                    " \\\n    if (numbers.{name}) arguments.{name} = {name}_buffer; else arguments.{name} = nullptr;"
+                    " \\\n    if (numbers.{flat_name}) arguments.{name} = {flat_name}_buffer; else arguments.{name} = \
+                     nullptr;"
                 ),
             };
         }
         let mut parameters = format!("#define {list}_BUFFERS const CONSTANT {numbers_name}& numbers BUFFER(0)");
         let mut of_arguments = format!("#define {list}_BUFFERS_OF(arguments) (const {numbers_name}&)arguments");
         for (index, bound) in fields.iter().enumerate() {
-            let name = bound.name;
-            let field = definition.fields.iter().find(|field| field.name == name);
-            let pointer = field.map_or_else(String::new, |field| field.cpp_type.name());
-            parameters += &format!(", \\\n    {pointer} {name}_buffer BUFFER({})", index + 1);
-            of_arguments += &format!(", \\\n    arguments.{name}");
+            let Some(field) = all.iter().find(|field| field.name == bound.name) else { continue };
+            let pointer = field.cpp_type.name();
+            parameters += &format!(", \\\n    {pointer} {}_buffer BUFFER({})", field.flat_name(), index + 1);
+            of_arguments += &format!(", \\\n    arguments.{}", field.name);
         }
         format!("{parameters}\n\n{of_arguments}\n\n{reads}\n")
     }

@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn kernels_are_bound_to_the_list_that_their_source_names() {
-        let source = crate::source::assemble();
+        let source = crate::source::KernelSource::Attention.text();
         let mut kernels = 0;
         for line in source.lines() {
             let of_list = line.strip_prefix("KERNEL_OF(").and_then(|rest| rest.split_once(", "));

@@ -21,7 +21,7 @@ use candle_core::{Device, Result, Storage, Tensor, bail};
 use crate::bindings::LaunchArguments;
 use crate::launch::{MetalLaunch, launches_of_thread};
 use crate::operands::MetalOperands;
-use crate::source;
+use crate::source::KernelSource;
 
 /// The constants that a library is compiled for.
 const COMPILED: [&str; 2] = ["ELEMENT", "ELEMENT_BYTES"];
@@ -96,7 +96,7 @@ fn library(launch: &MetalLaunch) -> Result<Arc<EmulatedProgram>> {
     let options: Vec<String> = compiled.map(|define| format!("-D{}={}", define.name, define.value)).collect();
     let fault = fault_of_thread();
     let mut key = options.clone();
-    key.push(format!("over rows: {}", source::is_over_rows(launch.kernel)));
+    key.push(format!("{:?}", KernelSource::of_kernel(launch.kernel)));
     key.extend(fault.map(|known| format!("{known:?}")));
     let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(library) = libraries.get(&key) {
@@ -122,7 +122,7 @@ fn constants_header(defines: &[Define]) -> String {
 fn build(options: &[String], kernel: &str, constants: &str, fault: Option<SourceFault>) -> Result<PathBuf> {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     let of_cuda = package.join("../cuda/emulator");
-    let right = source::of_kernel(kernel);
+    let right = KernelSource::of_kernel(kernel).text();
     let text = match fault {
         Some(fault) if right.matches(fault.text).count() == 1 => right.replace(fault.text, fault.replacement),
         Some(fault) => bail!("the Metal kernels do not have {:?} once", fault.text),

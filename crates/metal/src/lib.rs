@@ -72,12 +72,13 @@ pub fn options_of_program(given: &str) -> Result<Vec<String>, String> {
     Ok(call.iter().cloned().chain(of_tile).collect())
 }
 
-/// Writes the source of the kernels into a folder, which is made if necessary, as the file that Metal compiles but for
-/// the constants of a program.
+/// Writes the sources of the kernels of attention and of weights of codes into a folder, which is made if necessary, as
+/// the files that Metal compiles but for the constants of a program.
 ///
 /// # Errors
-/// If the file cannot be written.
+/// If a file cannot be written.
 pub fn write_source(folder: &Path) -> io::Result<()> {
     fs::create_dir_all(folder)?;
-    fs::write(folder.join("attention.metal"), source::assemble())
+    fs::write(folder.join("attention.metal"), source::KernelSource::Attention.text())?;
+    fs::write(folder.join("codes.metal"), source::KernelSource::Codes.text())
 }

@@ -10,7 +10,7 @@ use candle_core::{Device, Result, Tensor};
 use crate::bindings::LaunchArguments;
 use crate::launch::{MetalLaunch, count_launch};
 use crate::operands::MetalOperands;
-use crate::source;
+use crate::source::KernelSource;
 
 /// The environment variable that turns the kernels on for a Mac, and off for the emulator.
 const VARIABLE: &str = "CANDLE_ATTENTION_METAL_KERNELS";
@@ -74,8 +74,9 @@ pub fn first_use(device: &Device) -> Option<Arc<FirstUse>> {
 /// Returns the version of the package and a hash of the kernels' source.
 pub(crate) fn kernels_version() -> String {
     let mut hash = Fnv::new();
-    hash.add_text(&source::assemble());
-    hash.add_text(&source::assemble_rows());
+    for source in KernelSource::ALL {
+        hash.add_text(&source.text());
+    }
     format!("{}, sources {:032x}", env!("CARGO_PKG_VERSION"), hash.value())
 }
 

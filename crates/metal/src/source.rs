@@ -2,8 +2,8 @@
 //! structs in Rust.
 
 use candle_attention_cuda::shared::{
-    AttentionArguments, GateArguments, LinearRowsArguments, NormArguments, RotationArguments, StructHeader, join_files,
-    shared_file,
+    AttentionArguments, GateArguments, GatedNormArguments, LinearCodesArguments, LinearRowsArguments, NormArguments,
+    RotationArguments, StructHeader, join_files, shared_file,
 };
 
 use crate::bindings::{LaunchArguments, header};
@@ -15,7 +15,7 @@ struct KernelFile {
     text: &'static str,
 }
 
-const FILES: [KernelFile; 17] = [
+const FILES: [KernelFile; 21] = [
     KernelFile { name: "attention.metal", text: include_str!("../kernels/attention.metal") },
     KernelFile { name: "backward.metal", text: include_str!("../kernels/backward.metal") },
     KernelFile { name: "backward_keys.metal", text: include_str!("../kernels/backward_keys.metal") },
@@ -28,31 +28,59 @@ const FILES: [KernelFile; 17] = [
     KernelFile { name: "tiles.metal", text: include_str!("../kernels/tiles.metal") },
     KernelFile { name: "rows.metal", text: include_str!("../kernels/rows.metal") },
     KernelFile { name: "norm.metal", text: include_str!("../kernels/norm.metal") },
+    KernelFile { name: "gated_norm.metal", text: include_str!("../kernels/gated_norm.metal") },
     KernelFile { name: "rotation.metal", text: include_str!("../kernels/rotation.metal") },
     KernelFile { name: "gate.metal", text: include_str!("../kernels/gate.metal") },
+    KernelFile { name: "linear_pairs.metal", text: include_str!("../kernels/linear_pairs.metal") },
     KernelFile { name: "linear_rows.metal", text: include_str!("../kernels/linear_rows.metal") },
+    KernelFile { name: "codes.metal", text: include_str!("../kernels/codes.metal") },
+    KernelFile { name: "linear_codes.metal", text: include_str!("../kernels/linear_codes.metal") },
     // The shared files include the machine and functions of numbers by the names that these have in CUDA.
     KernelFile { name: "row_elements.cuh", text: include_str!("../kernels/row_elements.metal") },
     KernelFile { name: "device.cuh", text: include_str!("../kernels/device.metal") },
 ];
 
-/// The kernels over rows, which are another source.
-const ROW_KERNELS: [&str; 4] = ["norm_forward", "rotate_heads", "gate_forward", "linear_rows"];
-
-/// Returns the source of the kernels of attention, without the constants of a program.
-pub(crate) fn assemble() -> String {
-    joined("attention.metal", &headers_of::<AttentionArguments>())
+/// A source: kernels that are compiled with the same constants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum KernelSource {
+    /// The kernels of attention.
+    Attention,
+    /// The kernels over rows.
+    Rows,
+    /// The kernels of weights of codes.
+    Codes,
 }
 
-/// Returns the source of the kernels over rows, without the constants of a program.
-pub(crate) fn assemble_rows() -> String {
-    let headers = [
-        headers_of::<NormArguments>(),
-        headers_of::<RotationArguments>(),
-        headers_of::<GateArguments>(),
-        headers_of::<LinearRowsArguments>(),
-    ];
-    joined("rows.metal", &headers.concat())
+impl KernelSource {
+    /// All sources.
+    pub const ALL: [Self; 3] = [Self::Attention, Self::Rows, Self::Codes];
+
+    /// Returns the source that has a kernel.
+    pub fn of_kernel(kernel: &str) -> Self {
+        match kernel {
+            "norm_forward" | "gated_norm_forward" | "rotate_heads" | "gate_forward" | "linear_rows" => Self::Rows,
+            "linear_codes" | "dequantize_codes" => Self::Codes,
+            _ => Self::Attention,
+        }
+    }
+
+    /// Returns the text, without the constants of a program.
+    pub fn text(self) -> String {
+        match self {
+            Self::Attention => joined("attention.metal", &headers_of::<AttentionArguments>()),
+            Self::Rows => {
+                let headers = [
+                    headers_of::<NormArguments>(),
+                    headers_of::<GatedNormArguments>(),
+                    headers_of::<RotationArguments>(),
+                    headers_of::<GateArguments>(),
+                    headers_of::<LinearRowsArguments>(),
+                ];
+                joined("rows.metal", &headers.concat())
+            }
+            Self::Codes => joined("codes.metal", &headers_of::<LinearCodesArguments>()),
+        }
+    }
 }
 
 /// Returns the headers that are printed from a struct of arguments.
@@ -62,23 +90,13 @@ fn headers_of<A: LaunchArguments>() -> Vec<StructHeader> {
     headers
 }
 
-/// Returns whether a kernel is one over rows.
-pub(crate) fn is_over_rows(kernel: &str) -> bool {
-    ROW_KERNELS.contains(&kernel)
-}
-
-/// Returns the source of a kernel, without the constants of a program.
-pub(crate) fn of_kernel(kernel: &str) -> String {
-    if is_over_rows(kernel) { assemble_rows() } else { assemble() }
-}
-
 /// Returns the source of the program of a launch.
 pub(crate) fn of_program(launch: &MetalLaunch) -> String {
     let mut text = String::new();
     for define in &launch.defines {
         text += &format!("#define {} {}\n", define.name, define.value);
     }
-    text + &of_kernel(launch.kernel)
+    text + &KernelSource::of_kernel(launch.kernel).text()
 }
 
 /// Returns the text of a file with all that it includes.
@@ -111,20 +129,33 @@ mod tests {
         ] {
             assert_eq!(text.matches(definition).count(), 1, "{definition}");
         }
-        let rows = of_program(&MetalLaunch { kernel: "gate_forward", ..launch });
+        let rows = of_program(&MetalLaunch { kernel: "gate_forward", ..launch.clone() });
         for definition in ["struct GateArguments {", "struct LinearRowsNumbers {", "KERNEL_WITH(NormArguments,"] {
             assert_eq!(rows.matches(definition).count(), 1, "{definition}");
         }
-        for source in [text, rows] {
+        let codes = of_program(&MetalLaunch { kernel: "linear_codes", ..launch });
+        for definition in [
+            "struct LinearCodesArguments {",
+            "struct WeightCodes {",
+            "struct LinearRowsArguments {",
+            "float code_number(",
+        ] {
+            assert_eq!(codes.matches(definition).count(), 1, "{definition}");
+        }
+        for source in [text, rows, codes] {
             assert!(!source.contains(".cuh\"") && !source.contains("#pragma once"));
         }
+    }
+
+    fn all_sources() -> String {
+        KernelSource::ALL.map(KernelSource::text).concat()
     }
 
     /// Checks what Metal requires of every pointer and of every reference, and a C++ compiler does not.
     #[test]
     fn metal_source_has_an_address_space_for_every_pointer_and_reference() {
         let mut is_emulator = false;
-        for line in (assemble() + &assemble_rows()).lines() {
+        for line in all_sources().lines() {
             match line {
                 "#ifdef EMULATOR" => is_emulator = true,
                 "#else" | "#endif" => is_emulator = false,
@@ -151,7 +182,7 @@ mod tests {
     /// Checks what a C++ compiler does not know: words of the Metal Shading Language that are no names of variables.
     #[test]
     fn metal_source_has_no_variable_with_the_name_of_an_address_space() {
-        for line in (assemble() + &assemble_rows()).lines() {
+        for line in all_sources().lines() {
             let code = line.split("//").next().unwrap_or_default();
             let words: Vec<&str> = code.split(|letter: char| !letter.is_alphanumeric() && letter != '_').collect();
             for pair in words.windows(2) {

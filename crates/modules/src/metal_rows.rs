@@ -98,7 +98,10 @@ mod tests {
         for (case, file, text, replacement) in [
             (METAL_CASES[0], "norm.metal", "variance + arguments.epsilon", "variance + 1.0f"),
             (METAL_CASES[1], "gate.metal", "gates + c * arguments.gate_column_stride", "gates"),
-            (METAL_CASES[2], "linear_rows.metal", "if (arguments.residuals) y +=", "if (arguments.residuals) y -="),
+            (METAL_CASES[2], "linear_pairs.metal", "if (arguments.residuals) y +=", "if (arguments.residuals) y -="),
+            (METAL_CASES[3], "linear_codes.metal", "load_global(table + code)", "load_global(table + code / 2)"),
+            (METAL_CASES[4], "gated_norm.metal", "gates + c)).value", "gates + c / 2 * 2)).value"),
+            (METAL_CASES[3], "code_numbers.cuh", "row * groups + group;", "row * groups + group / 2 * 2;"),
         ] {
             let wrong = NewDevice::new(file, folder.path()).with_fault(SourceFault { file, text, replacement });
             let largest = on_new_device(&wrong, || case.largest_error(&Device::Cpu, DType::F32))?;

@@ -5,6 +5,7 @@
 pub mod case;
 
 mod candle;
+mod codes;
 mod followed;
 mod gradients;
 mod grid;

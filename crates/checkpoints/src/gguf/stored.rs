@@ -47,7 +47,7 @@ impl StoredTensor {
 
     /// Packs a weight (out, in) with a bias (out,) in f32.
     pub fn pack(self, bias: Option<&Tensor>, device: &Device) -> Result<PackedLinear> {
-        if device.is_cuda() && self.kind.block > 1 && PackedLinear::multiplies_codes_on(device) {
+        if self.kind.block > 1 && PackedLinear::multiplies_blocks_on(device, self.kind.in_candle()) {
             // The codes are put into the order of the kernels here, not copied to the device and back first.
             if let GgmlNumbers::Codes(weight) = self.kind.read(&self.data, self.rows(), self.columns())? {
                 return PackedLinear::from_quantized_on(&weight, bias, DType::F32, device);

@@ -73,18 +73,16 @@ impl CodeConstants {
 
     pub(super) fn defines(&self) -> Vec<Define> {
         let define = |name, value: usize| Define { name, value: value as i64 };
-        let mut defines = vec![
+        let offsets = self.offsets.unwrap_or(NumbersFormat::plain(NumberKind::F16));
+        vec![
             define("CODE_BITS", self.bits),
             define("CODE_VALUES", self.values as usize),
             define("CODE_GROUP", self.group),
             define("SCALE_NUMBERS", self.scales.kind as usize),
             define("SCALE_NEST", self.scales.nest),
-        ];
-        if let Some(offsets) = self.offsets {
-            defines.push(define("OFFSET_NUMBERS", offsets.kind as usize));
-            defines.push(define("OFFSET_NEST", offsets.nest));
-        }
-        defines
+            define("OFFSET_NUMBERS", offsets.kind as usize),
+            define("OFFSET_NEST", offsets.nest),
+        ]
     }
 }
 

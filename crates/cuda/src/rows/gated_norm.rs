@@ -3,10 +3,11 @@
 use candle_core::{DType, Result, Storage, Tensor};
 
 use super::activation::Activation;
-use super::outline::{self, RowsCall, Run};
+use super::outline::{self, OneLaunch, RowsCall, Run};
 use super::{RowsShape, row_strides};
+use crate::attention::InputAddresses;
 use crate::ci_programs::CiProgram;
-use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
+use crate::device::{Grid, KernelArguments, Launch, TensorLocks};
 use crate::element::ElementType;
 use crate::kernel_pointers::{Elements, InputPointer, OutputPointer, RowStrides};
 use crate::kernel_struct::kernel_struct;
@@ -57,55 +58,55 @@ kernel_struct! {
     /// The only argument of the kernels of the root mean square norm times an activated gate.
     ///
     /// B is `entries`, T is `tokens`, H is `heads` and D is NORM_WIDTH. A pointer that a call does not need is null.
-    pub(super) struct GatedNormArguments {
+    pub struct GatedNormArguments {
         // ---- tensors ----
         /// (B, T, H, D), elements.
-        inputs: InputPointer<Elements>,
+        pub inputs: InputPointer<Elements>,
         /// (B, T, H, D), elements, before the activation.
-        gates: InputPointer<Elements>,
+        pub gates: InputPointer<Elements>,
         /// (D), or (H, D).
-        weights: InputPointer<f32>,
+        pub weights: InputPointer<f32>,
         /// (B, T, H, D), elements, contiguous.
-        output: OutputPointer<Elements>,
+        pub output: OutputPointer<Elements>,
         // ---- tensors of the backward pass ----
         /// (B, T, H, D), elements.
-        output_gradient: InputPointer<Elements>,
+        pub output_gradient: InputPointer<Elements>,
         /// (B, T, H, D), elements, contiguous.
-        input_gradient: OutputPointer<Elements>,
+        pub input_gradient: OutputPointer<Elements>,
         /// (B, T, H, D), elements, contiguous. May be null.
-        gate_gradient: OutputPointer<Elements>,
+        pub gate_gradient: OutputPointer<Elements>,
         /// (parts, H, D).
-        weight_gradient_parts: OutputPointer<f32>,
+        pub weight_gradient_parts: OutputPointer<f32>,
         /// As weights. May be null.
-        weight_gradient: OutputPointer<f32>,
+        pub weight_gradient: OutputPointer<f32>,
         // ---- strides, in elements ----
         /// The strides of `inputs`.
-        input_strides: RowStrides,
+        pub input_strides: RowStrides,
         /// The strides of `gates`.
-        gate_strides: RowStrides,
+        pub gate_strides: RowStrides,
         /// The strides of `output_gradient`.
-        output_gradient_strides: RowStrides,
+        pub output_gradient_strides: RowStrides,
         /// D, or 0 if all heads have the same weights.
-        weight_head_stride: i64,
+        pub weight_head_stride: i64,
         // ---- sizes ----
-        /// B, the entries of the batch.
-        entries: i32,
-        /// T, the tokens of an entry.
-        tokens: i32,
-        /// H, the heads.
-        heads: i32,
-        /// Blocks of a head in the backward pass.
-        parts: i32,
+        /// B, the number of entries of the batch.
+        pub entries: i32,
+        /// T, the number of tokens of an entry.
+        pub tokens: i32,
+        /// H, the number of heads.
+        pub heads: i32,
+        /// The number of blocks of a head in the backward pass.
+        pub parts: i32,
         // ---- options and numbers ----
         /// One of ACTIVATION_SIGMOID, ACTIVATION_SOFTPLUS and ACTIVATION_SILU.
-        activation: i32,
+        pub activation: i32,
         /// The number that is added to the mean square.
-        epsilon: f32,
+        pub epsilon: f32,
     }
 
-    /// The warps of a block, each of which has a row.
+    /// The number of warps of a block, each of which has a row.
     const NORM_WARPS: usize = 8;
-    /// The threads of a block of the kernel that adds up the gradients of weights.
+    /// The number of threads of a block of the kernel that adds up the gradients of weights.
     const NORM_SUM_THREADS: usize = 128;
 }
 
@@ -164,16 +165,7 @@ impl GatedNormCall {
     /// # Errors
     /// If the call does not fit together, no kernel runs it, or one does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        let run = Run::start(self)?;
-        let mut output = run.elements(run.shape.elements())?;
-
-        let locks = TensorLocks::default();
-        let mut operands = run.operands(&locks);
-        let mut arguments = self.arguments(run.shape, &mut operands)?;
-        arguments.output = operands.output("output", &mut output)?;
-        run.launch(&operands, &forward_launch(run.shape), &arguments)?;
-        operands.finish();
-        Ok(output.into_storage())
+        outline::forward(self)
     }
 
     /// Computes the gradients of all inputs from the gradient of the output, (B, T, H, D).
@@ -208,8 +200,18 @@ impl GatedNormCall {
             weight: of_weight.into_tensor(self.weight.shape())?,
         })
     }
+}
 
-    fn arguments<'t>(&'t self, shape: RowsShape, operands: &mut Operands<'_, 't>) -> Result<GatedNormArguments> {
+impl OneLaunch for GatedNormCall {
+    fn forward_launch(shape: RowsShape) -> Launch {
+        forward_launch(shape)
+    }
+
+    fn output_dims(&self, shape: RowsShape) -> Vec<usize> {
+        shape.dims().to_vec()
+    }
+
+    fn arguments<'t>(&'t self, shape: RowsShape, operands: &mut impl InputAddresses<'t>) -> Result<GatedNormArguments> {
         Ok(GatedNormArguments {
             inputs: operands.input("inputs", &self.xs)?,
             gates: operands.input("gates", &self.gate)?,
@@ -225,6 +227,10 @@ impl GatedNormCall {
             epsilon: self.eps as f32,
             ..GatedNormArguments::default()
         })
+    }
+
+    fn set_output(arguments: &mut GatedNormArguments, output: OutputPointer<Elements>) {
+        arguments.output = output;
     }
 }
 

@@ -8,9 +8,10 @@ use super::coded_weight::{CodedNumbers, CodedValues, CodedWeight};
 use super::linear::{
     LINEAR_NO_ACTIVATION, LINEAR_WARPS, LinearRowsArguments, LinearRowsCall, MAX_SIZE, product_warps, sums_bytes,
 };
-use super::outline::{self, RowsCall, Run};
-use crate::device::{Grid, KernelArguments, Launch, Operands, TensorLocks};
-use crate::kernel_pointers::{Elements, InputPointer};
+use super::outline::{self, OneLaunch, RowsCall};
+use crate::attention::InputAddresses;
+use crate::device::{Grid, KernelArguments, Launch};
+use crate::kernel_pointers::{Elements, InputPointer, OutputPointer};
 use crate::kernel_struct::kernel_struct;
 use crate::program::{Define, KernelShape};
 use crate::unsupported::Unsupported;
@@ -69,48 +70,48 @@ pub(super) struct CodesShape {
 
 kernel_struct! {
     /// A number for each group of each row of a weight, (N, groups).
-    struct GroupPointers {
+    pub struct GroupPointers {
         /// f16, bf16, f32 or bytes. May be null.
-        numbers: InputPointer<Elements>,
+        pub numbers: InputPointer<Elements>,
         /// 256 floats for bytes of a table, or factors in f16 of nested numbers. May be null.
-        table: InputPointer<Elements>,
+        pub table: InputPointer<Elements>,
         /// The number that is subtracted from nested numbers first.
-        middle: i32,
+        pub middle: i32,
         /// Nothing: the structs have no padding.
-        reserved: i32,
+        pub reserved: i32,
     }
 }
 
 kernel_struct! {
     /// A weight of codes but their lower bits.
-    struct WeightCodes {
+    pub struct WeightCodes {
         /// The upper bits of codes of 3, 5 and 6 bits. May be null.
-        high: InputPointer<u32>,
+        pub high: InputPointer<u32>,
         /// The 16 numbers of codes of up to 4 bits. May be null.
-        code_table: InputPointer<f32>,
+        pub code_table: InputPointer<f32>,
         /// The scales.
-        scales: GroupPointers,
+        pub scales: GroupPointers,
         /// The zeros or the minimums.
-        offsets: GroupPointers,
-        /// The groups of a row.
-        groups: i32,
+        pub offsets: GroupPointers,
+        /// The number of groups of a row.
+        pub groups: i32,
         /// Nothing: the structs have no padding.
-        reserved: i32,
+        pub reserved: i32,
     }
 }
 
 kernel_struct! {
     /// The only argument of the kernels of linear layers whose weights are codes.
-    pub(super) struct LinearCodesArguments {
+    pub struct LinearCodesArguments {
         /// The product. Its weights and up weights are the lower bits of codes, u32.
-        linear: LinearRowsArguments,
+        pub linear: LinearRowsArguments,
         /// The weight.
-        weight: WeightCodes,
+        pub weight: WeightCodes,
         /// The weight of the factors.
-        up_weight: WeightCodes,
+        pub up_weight: WeightCodes,
     }
 
-    /// The threads of a block that computes numbers of a weight.
+    /// The number of threads of a block that computes numbers of a weight.
     const DEQUANTIZE_THREADS: usize = 256;
 }
 
@@ -194,21 +195,25 @@ impl LinearCodesCall {
     /// # Errors
     /// If the call does not fit together, the kernel does not run it, or it does not compile or launch.
     pub fn forward(&self) -> Result<Storage> {
-        let run = Run::start(self)?;
-        let shape = run.shape;
-        let mut output = run.elements(shape.rows * shape.outputs)?;
+        outline::forward(self)
+    }
+}
 
-        let locks = TensorLocks::default();
-        let mut operands = run.operands(&locks);
-        let mut arguments = self.arguments(shape, &mut operands)?;
-        arguments.linear.output = operands.output("output", &mut output)?;
+impl OneLaunch for LinearCodesCall {
+    fn forward_launch(shape: CodesShape) -> Launch {
         let grid = Grid::linear(shape.pairs.div_ceil(LINEAR_WARPS / shape.product_warps()));
-        run.launch(&operands, &Launch::new(product_kernel(shape.program_rows()), grid), &arguments)?;
-        operands.finish();
-        Ok(output.into_storage())
+        Launch::new(product_kernel(shape.program_rows()), grid)
     }
 
-    fn arguments<'t>(&'t self, shape: CodesShape, operands: &mut Operands<'_, 't>) -> Result<LinearCodesArguments> {
+    fn output_dims(&self, shape: CodesShape) -> Vec<usize> {
+        vec![shape.rows, shape.outputs]
+    }
+
+    fn arguments<'t>(
+        &'t self,
+        shape: CodesShape,
+        operands: &mut impl InputAddresses<'t>,
+    ) -> Result<LinearCodesArguments> {
         let up = self.up.as_ref();
         let inputs = operands.input("inputs", &self.xs)?;
         let is_aligned = inputs.address().is_multiple_of(16) && shape.width.is_multiple_of(shape.format.chunk());
@@ -232,6 +237,10 @@ impl LinearCodesCall {
             None => WeightCodes::default(),
         };
         Ok(LinearCodesArguments { linear, weight: weight_codes(&self.linear.weight, operands)?, up_weight })
+    }
+
+    fn set_output(arguments: &mut LinearCodesArguments, output: OutputPointer<Elements>) {
+        arguments.linear.output = output;
     }
 }
 
@@ -284,24 +293,36 @@ impl DequantizeCall {
     /// # Errors
     /// If the kernel does not, or it does not compile or launch, and if memory is short.
     pub fn forward(&self) -> Result<Tensor> {
-        let run = Run::start(self)?;
-        let shape = run.shape;
-        let mut output = run.elements(shape.outputs * shape.width)?;
+        outline::forward_buffer(self)?.into_tensor(&[self.weight.outputs(), self.weight.inputs()])
+    }
+}
 
-        let locks = TensorLocks::default();
-        let mut operands = run.operands(&locks);
+impl OneLaunch for DequantizeCall {
+    fn forward_launch(shape: CodesShape) -> Launch {
+        shape.dequantize_launch()
+    }
+
+    fn output_dims(&self, shape: CodesShape) -> Vec<usize> {
+        vec![shape.outputs, shape.width]
+    }
+
+    fn arguments<'t>(
+        &'t self,
+        shape: CodesShape,
+        operands: &mut impl InputAddresses<'t>,
+    ) -> Result<LinearCodesArguments> {
         let linear = LinearRowsArguments {
             weights: operands.input("codes", self.weight.low())?,
-            output: operands.output("output", &mut output)?,
             width: shape.width as i32,
             outputs: shape.outputs as i32,
             ..LinearRowsArguments::default()
         };
-        let weight = weight_codes(&self.weight, &mut operands)?;
-        let arguments = LinearCodesArguments { linear, weight, up_weight: WeightCodes::default() };
-        run.launch(&operands, &shape.dequantize_launch(), &arguments)?;
-        operands.finish();
-        output.into_tensor(&[shape.outputs, shape.width])
+        let weight = weight_codes(&self.weight, operands)?;
+        Ok(LinearCodesArguments { linear, weight, up_weight: WeightCodes::default() })
+    }
+
+    fn set_output(arguments: &mut LinearCodesArguments, output: OutputPointer<Elements>) {
+        arguments.linear.output = output;
     }
 }
 
@@ -327,7 +348,7 @@ fn is_supported_size(outputs: usize, width: usize) -> bool {
 }
 
 /// Returns the addresses of a weight, without its lower bits.
-fn weight_codes<'t>(weight: &'t CodedWeight, operands: &mut Operands<'_, 't>) -> Result<WeightCodes> {
+fn weight_codes<'t>(weight: &'t CodedWeight, operands: &mut impl InputAddresses<'t>) -> Result<WeightCodes> {
     let code_table = match weight.values() {
         CodedValues::Table(table) => Some(table),
         _ => None,
@@ -346,7 +367,7 @@ fn weight_codes<'t>(weight: &'t CodedWeight, operands: &mut Operands<'_, 't>) ->
     })
 }
 
-fn group_numbers<'t>(numbers: &'t CodedNumbers, operands: &mut Operands<'_, 't>) -> Result<GroupPointers> {
+fn group_numbers<'t>(numbers: &'t CodedNumbers, operands: &mut impl InputAddresses<'t>) -> Result<GroupPointers> {
     Ok(GroupPointers {
         numbers: operands.input("numbers", numbers.numbers())?,
         table: operands.optional_input("table", numbers.table())?,

@@ -33,7 +33,11 @@ pub use rotation::{AngleRows, RotationCall};
 #[doc(hidden)]
 pub use gate::GateArguments;
 #[doc(hidden)]
+pub use gated_norm::GatedNormArguments;
+#[doc(hidden)]
 pub use linear::LinearRowsArguments;
+#[doc(hidden)]
+pub use linear_codes::LinearCodesArguments;
 #[doc(hidden)]
 pub use norm::NormArguments;
 #[doc(hidden)]

@@ -108,8 +108,16 @@ pub(super) trait OneLaunch: RowsCall {
 /// Computes the output of a call whose forward pass is one launch.
 ///
 /// # Errors
-/// If the call does not fit together, no kernel runs it, or one does not compile or launch.
+/// As [`forward_buffer`].
 pub(super) fn forward<C: OneLaunch>(call: &C) -> candle_core::Result<Storage> {
+    forward_buffer(call).map(DeviceBuffer::into_storage)
+}
+
+/// Computes the output as [`forward`] does, in memory whose shape is not known yet.
+///
+/// # Errors
+/// If the call does not fit together, no kernel runs it, or one does not compile or launch.
+pub(super) fn forward_buffer<C: OneLaunch>(call: &C) -> candle_core::Result<DeviceBuffer> {
     let run = Run::start(call)?;
     let mut output = run.elements(call.output_dims(run.shape).iter().product())?;
 
@@ -119,7 +127,7 @@ pub(super) fn forward<C: OneLaunch>(call: &C) -> candle_core::Result<Storage> {
     C::set_output(&mut arguments, operands.output("output", &mut output)?);
     run.launch(&operands, &C::forward_launch(run.shape), &arguments)?;
     operands.finish();
-    Ok(output.into_storage())
+    Ok(output)
 }
 
 /// Returns the program of a call's kernels for an element type.

@@ -1,10 +1,12 @@
 //! The forward passes of calls over rows for kernels of the same names in another language, which take the same
 //! arguments and have the same grids.
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use super::gate::{GateArguments, GateCall};
+use super::gated_norm::{GatedNormArguments, GatedNormCall};
 use super::linear::{LinearRowsArguments, LinearRowsCall};
+use super::linear_codes::{DequantizeCall, LinearCodesArguments, LinearCodesCall};
 use super::norm::{NormArguments, NormCall};
 use super::outline::{OneLaunch, RowsCall, program};
 use super::rotation::{RotationArguments, RotationCall};
@@ -28,6 +30,8 @@ pub struct ForwardRowsLaunch {
     pub threads: usize,
     /// The number of bytes of shared memory of a block.
     pub shared_bytes: usize,
+    /// The dtype of the elements.
+    pub dtype: DType,
     /// The dimensions of the output, in the dtype of the elements.
     pub output: Vec<usize>,
 }
@@ -37,7 +41,7 @@ pub trait ForwardRows {
     /// The only argument of the kernel.
     type Arguments: KernelStruct;
 
-    /// Returns the tensor whose device runs the kernel, in the dtype of the output.
+    /// Returns the tensor whose device runs the kernel.
     fn rows(&self) -> &Tensor;
 
     /// Returns the launch.
@@ -68,6 +72,7 @@ fn launch_of<C: OneLaunch>(call: &C) -> std::result::Result<ForwardRowsLaunch, U
         blocks: launch.grid.blocks(launch.kernel)? as usize,
         threads: launch.threads,
         shared_bytes: launch.shared_bytes,
+        dtype: call.dtype(),
         output: call.output_dims(shape),
     })
 }
@@ -116,5 +121,8 @@ forward_rows! {
     NormCall, NormArguments;
     RotationCall, RotationArguments;
     GateCall, GateArguments;
+    GatedNormCall, GatedNormArguments;
     LinearRowsCall, LinearRowsArguments;
+    LinearCodesCall, LinearCodesArguments;
+    DequantizeCall, LinearCodesArguments;
 }

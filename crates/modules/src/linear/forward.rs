@@ -7,7 +7,7 @@ use candle_core::{DType, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 
 use super::cuda::{CudaRows, RowsEpilogue};
-use super::cuda_codes::affine_of_codes;
+use super::gpu_codes::affine_of_codes;
 use super::matrix::{as_matrix, contiguous};
 use super::product::{Factor, ProductEpilogue, cuda_activation, kernel_activation, plain, product};
 use super::{OP, PackedLinear, Weight};

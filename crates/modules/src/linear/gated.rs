@@ -1,9 +1,11 @@
 //! The first half of a gated feed-forward layer.
 
+use candle_attention_cuda::CodedLinear;
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::Activation;
 
 use super::cuda::{CudaRows, RowsEpilogue};
+use super::gpu_codes::codes_on_metal;
 use super::metal::rows_on_metal;
 use super::product::{Factor, ProductEpilogue, UpProduct, cuda_activation, kernel_activation, product};
 use super::{PackedLinear, Weight};
@@ -15,7 +17,7 @@ const OP: &str = "packed_gated_linear";
 /// `activation(gate(x)) · up(x)`: the first half of a gated feed-forward layer (SwiGLU, GeGLU), in one pass over `x`.
 ///
 /// With two packed weights, each tile of the gate is multiplied by the same tile of the other product while both are in
-/// a cache, in f32, and rounded once. On CUDA one kernel computes the whole layer for at most eight rows without
+/// a cache, in f32, and rounded once. On a GPU one kernel computes the whole layer for at most eight rows without
 /// gradients. With more rows or with gradients, gate and product are multiplied by one kernel, forward and backward, in
 /// f32, and rounded once. Otherwise, and for an input that is tracked for gradients on a CPU, the layer computes three
 /// operations.
@@ -76,15 +78,31 @@ impl PackedGatedLinear {
         let activation = Some(cuda_activation(self.gate.activation?)?);
         let epilogue = RowsEpilogue { activation, residual: None };
         if let Some(linear) = self.gate.coded_linear(columns.clone(), xs.dtype()) {
-            // Both read the inputs in one order.
-            if self.gate.input_order.is_some() || self.up.input_order.is_some() {
-                return None;
-            }
-            let up = self.up.coded_linear(columns, xs.dtype())?;
-            return CudaRows::plan_codes(xs, linear, Some(up), epilogue);
+            return CudaRows::plan_codes(xs, linear, Some(self.coded_up(xs)?), epilogue);
         }
         let up = self.up.cuda_parameters(columns.clone())?;
         CudaRows::plan(xs, self.gate.cuda_parameters(columns)?, Some(up), epilogue)
+    }
+
+    /// Returns the codes of the factors; `None` if they are floats, or if the layers do not read the inputs in one
+    /// order.
+    fn coded_up(&self, xs: &Tensor) -> Option<CodedLinear> {
+        if self.gate.input_order.is_some() || self.up.input_order.is_some() {
+            return None;
+        }
+        self.up.coded_linear(0..self.out_dim(), xs.dtype())
+    }
+
+    /// Returns the outputs for few rows by a Metal kernel; `None` if no kernel computes them.
+    pub(super) fn metal_rows(&self, xs: &Tensor) -> Option<Result<Tensor>> {
+        let columns = 0..self.out_dim();
+        let activation = Some(cuda_activation(self.gate.activation?)?);
+        let epilogue = RowsEpilogue { activation, residual: None };
+        if let Some(linear) = self.gate.coded_linear(columns.clone(), xs.dtype()) {
+            return codes_on_metal(xs, linear, Some(self.coded_up(xs)?), epilogue);
+        }
+        let up = self.up.cuda_parameters(columns.clone())?;
+        rows_on_metal(xs, self.gate.cuda_parameters(columns)?, Some(up), epilogue)
     }
 
     /// Returns the outputs by Metal kernels: one for few rows, and otherwise one for the gate and its product. `None`
@@ -96,13 +114,8 @@ impl PackedGatedLinear {
         }
         let columns = 0..self.out_dim();
         self.gate.check(xs, &columns)?;
-        if let Some(linear) = self.gate.cuda_parameters(columns.clone())
-            && let Some(up) = self.up.cuda_parameters(columns.clone())
-        {
-            let epilogue = RowsEpilogue { activation: Some(activation), residual: None };
-            if let Some(ys) = rows_on_metal(xs, linear, Some(up), epilogue) {
-                return ys.map(Some);
-            }
+        if let Some(ys) = self.metal_rows(xs) {
+            return ys.map(Some);
         }
         let before = self.gate.affine(xs, columns)?;
         let values = self.up.forward(xs)?;

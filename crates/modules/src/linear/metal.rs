@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use super::PackedLinear;
 use super::cuda::{ElementRows, RowsEpilogue, compare_rows};
+use super::gpu_codes::codes_on_metal;
 use super::product::cuda_activation;
 use crate::base::first_use::{ComparedResult, FirstUseCase};
 use crate::metal_rows::run_checked;
@@ -28,7 +29,11 @@ impl PackedLinear {
             Some(activation) => Some(cuda_activation(activation)?),
             None => None,
         };
-        rows_on_metal(xs, self.cuda_parameters(columns)?, None, RowsEpilogue { activation, residual })
+        let epilogue = RowsEpilogue { activation, residual };
+        if let Some(linear) = self.coded_linear(columns.clone(), xs.dtype()) {
+            return codes_on_metal(&self.in_order(xs).ok()?, linear, None, epilogue);
+        }
+        rows_on_metal(xs, self.cuda_parameters(columns)?, None, epilogue)
     }
 }
 

@@ -3,9 +3,9 @@
 mod backend;
 mod codes;
 mod cuda;
-mod cuda_codes;
 mod forward;
 mod gated;
+mod gpu_codes;
 mod kernel_codes;
 mod matrix;
 mod metal;
@@ -26,9 +26,9 @@ use crate::base::{Dim, Expect, frozen, is_addressable};
 use candle_attention_kernels::InstructionSet;
 use candle_attention_kernels::linear::{PackedWeight, WeightShape};
 pub(crate) use cuda::ROWS_CASE;
-pub(crate) use cuda_codes::CODES_CASE;
-use cuda_codes::dequantized;
 pub use gated::PackedGatedLinear;
+use gpu_codes::dequantized;
+pub(crate) use gpu_codes::{CODES_CASE, METAL_CODES_CASE};
 use matrix::contiguous;
 pub(crate) use metal::METAL_LINEAR_CASE;
 use product::{choose_instruction_set, kernel_activation, pack, unpack};
@@ -55,10 +55,10 @@ const OP: &str = "packed_linear";
 /// Gradients are products of the same kind: gradients of the input through packed and tracked weights, and gradients of
 /// tracked weights and biases. They are summed in f32 for every dtype, with the same bits for any number of threads.
 ///
-/// On CUDA, a product of at most eight rows without gradients, as for a token that is generated, is one kernel with its
-/// bias, activation and residual, summed in f32 and rounded once. Otherwise, on other devices and for f64, the layer
-/// computes as Candle's [`Linear`]. Quantised weights are stored as codes on a CPU and on CUDA
-/// ([`from_quantized_on`](Self::from_quantized_on), [`from_qtensor`](Self::from_qtensor)).
+/// On CUDA, and on Metal where its kernels run, a product of at most eight rows without gradients, as for a token that
+/// is generated, is one kernel with its bias, activation and residual, summed in f32 and rounded once. Otherwise, on
+/// other devices and for f64, the layer computes as Candle's [`Linear`]. Quantised weights are stored as codes on a CPU
+/// and where such kernels run ([`from_quantized_on`](Self::from_quantized_on), [`from_qtensor`](Self::from_qtensor)).
 ///
 /// ```
 /// use candle_attention::PackedLinear;
@@ -98,7 +98,7 @@ enum Weight {
     },
     /// A weight that Candle multiplies.
     Plain(Tensor),
-    /// A weight of codes on CUDA.
+    /// A weight of codes on a GPU.
     Codes(Arc<CodedWeight>),
     /// A quantised weight that Candle multiplies.
     Quantized {

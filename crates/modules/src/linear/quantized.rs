@@ -20,10 +20,10 @@ impl PackedLinear {
     /// them. They are multiplied in f32, with the bits of [`new`](Self::new) for the dequantised numbers. F32, F16 and
     /// BF16 are packed as they are.
     ///
-    /// On CUDA, where kernels are available, the codes of all types but F32, F16 and BF16 are stored as they are
-    /// ([`from_quantized_on`](Self::from_quantized_on)). On other devices, and with a bias that is tracked for
-    /// gradients, K-quants are multiplied by Candle's [`QMatMul`], which rounds inputs to 8 bits on a CPU, and other
-    /// types are dequantised.
+    /// On CUDA and Metal, where kernels are available, the codes of all types but F32, F16 and BF16, and on Metal but
+    /// K-quants, are stored as they are ([`from_quantized_on`](Self::from_quantized_on)). Otherwise, and with a bias
+    /// that is tracked for gradients, K-quants are multiplied by Candle's [`QMatMul`], which rounds inputs to 8 bits on
+    /// a CPU, and other types are dequantised.
     ///
     /// ```
     /// use candle_attention::PackedLinear;
@@ -60,9 +60,8 @@ impl PackedLinear {
             _ => DType::F32,
         };
         let is_tracked = bias.is_some_and(Tensor::track_op);
-        if device.is_cuda()
-            && !is_tracked
-            && Self::multiplies_codes_on(&device)
+        if !is_tracked
+            && Self::multiplies_blocks_on(&device, Some(weight.dtype()))
             && let Some(codes) = codes_of(&weight, shape)?
         {
             return Self::from_quantized_on(&codes, bias, DType::F32, &device);
@@ -94,6 +93,13 @@ impl PackedLinear {
             }
         };
         build(Weight::Packed(packed.into()), dtype)
+    }
+
+    /// Returns whether products on a GPU read the codes of a type of GGUF files, which is `None` if Candle does not
+    /// have it. On Metal, Candle's own product multiplies K-quants.
+    pub fn multiplies_blocks_on(device: &Device, dtype: Option<GgmlDType>) -> bool {
+        let is_left_to_candle = device.is_metal() && dtype.is_some_and(is_k_quant);
+        !device.is_cpu() && !is_left_to_candle && Self::multiplies_codes_on(device)
     }
 
     /// Packs a weight (out, in) on the CPU from its blocks in a GGUF file, of types that Candle does not have too, with

@@ -4,6 +4,7 @@ use candle_core::{D, DType, Module, Result, Tensor};
 use candle_nn::{LayerNormConfig, VarBuilder};
 
 use super::cuda::CudaGatedNorm;
+use super::metal::gated_norm_on_metal;
 use super::{Norm, QkNormKind};
 use crate::base::{Dim, Expect, Parameter, ParameterReader, check_memory, number};
 use crate::gate::GateActivation;
@@ -132,6 +133,11 @@ impl RmsNorm {
             && let Some(call) = CudaGatedNorm::plan(self.0.row_norm(), xs, &affine.weight, gate, activation)
         {
             return call.run();
+        }
+        if xs.device().is_metal()
+            && let Some(ys) = gated_norm_on_metal(self.0.row_norm(), xs, &affine.weight, gate, activation)
+        {
+            return ys;
         }
         activation.gate(&self.forward(xs)?, gate)
     }

@@ -58,13 +58,7 @@ impl CudaGatedNorm {
     ) -> Result<Self> {
         let xs = with_contiguous_rows(xs)?;
         let gate = with_contiguous_rows(gate)?;
-        let kernels = GatedNormCall {
-            xs: xs.detach(),
-            gate: gate.detach(),
-            weight: weight.detach(),
-            activation: activation.kernel(),
-            eps: norm.eps.into(),
-        };
+        let kernels = gated_norm_call(norm, &xs, weight, &gate, activation);
         kernels.plan()?;
         Ok(Self { xs, weight: weight.clone(), gate, kernels })
     }
@@ -78,6 +72,23 @@ impl CudaGatedNorm {
             let gradients: GatedNormGradients = kernels.backward(&with_contiguous_rows(gradient)?)?;
             Ok(vec![Some(gradients.xs), Some(gradients.weight), Some(gradients.gate)])
         })
+    }
+}
+
+/// Returns the call of the kernels for rows and gates (B, T, H, D), each of which is contiguous.
+pub(super) fn gated_norm_call(
+    norm: RowNorm,
+    xs: &Tensor,
+    weight: &Tensor,
+    gate: &Tensor,
+    activation: GateActivation,
+) -> GatedNormCall {
+    GatedNormCall {
+        xs: xs.detach(),
+        gate: gate.detach(),
+        weight: weight.detach(),
+        activation: activation.kernel(),
+        eps: norm.eps.into(),
     }
 }
 

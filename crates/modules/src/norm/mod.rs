@@ -20,7 +20,7 @@ pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, r
 pub use config::{OutputNorm, QkNorm, QkNormKind, QkNormScope, check_epsilon};
 use cuda::CudaNorm;
 pub(crate) use cuda::{GATED_NORM_CASE, NORM_CASE};
-pub(crate) use metal::METAL_NORM_CASE;
+pub(crate) use metal::{METAL_GATED_NORM_CASE, METAL_NORM_CASE};
 pub use names::{KEY_NORM_NAMES, NormName, OUTPUT_NORM_NAMES, QUERY_NORM_NAMES, VALUE_NORM_NAMES};
 use passes::RowNorm;
 use rows::Affine;

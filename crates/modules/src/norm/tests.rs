@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use crate::gate::GateActivation;
 use crate::norm::RmsNorm;
 use crate::norm::cuda::{CudaGatedNorm, CudaNorm};
+use crate::norm::metal::gated_norm_on_metal;
 use crate::norm::passes::RowNorm;
 use crate::norm::rows::Affine;
 
@@ -39,6 +40,32 @@ fn rms_norm_with_gate_matches_separate_operations() -> Result<()> {
             }
         }
     }
+    Ok(())
+}
+
+#[test]
+fn rms_norm_with_gate_on_metal_matches_separate_operations() -> Result<()> {
+    let random = |shape: &[usize]| Tensor::randn(0f32, 1., shape, &Device::Cpu);
+    let norm = RowNorm { subtracts_mean: false, eps: 1e-6 };
+    for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 2e-2), (DType::F16, 2e-3)] {
+        for activation in [GateActivation::Sigmoid, GateActivation::Softplus, GateActivation::Silu] {
+            let xs = random(&[2, 3, 5, 33])?.to_dtype(dtype)?.transpose(1, 2)?;
+            let gate = random(&[2, 5, 3, 35])?.to_dtype(dtype)?.narrow(3, 1, 33)?;
+            let weight = random(&[33])?;
+            let found =
+                gated_norm_on_metal(norm, &xs, &weight, &gate, activation).expect("the kernel runs the call")?;
+            let wide = |tensor: &Tensor| tensor.to_dtype(DType::F64);
+            let factor = (wide(&xs)?.sqr()?.mean_keepdim(3)? + 1e-6)?.sqrt()?.recip()?;
+            let normed = wide(&xs)?.broadcast_mul(&factor)?.broadcast_mul(&wide(&weight)?)?;
+            let expected = activation.gate(&normed, &wide(&gate)?)?;
+            let largest = |tensor: &Tensor| tensor.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>();
+            let error = largest(&(wide(&found)? - &expected)?)? / largest(&expected)?;
+            assert!(error <= tolerance, "{dtype:?} {activation:?}: off by {error:e}");
+        }
+    }
+    let tracked = Var::zeros((1, 1, 2, 8), DType::F32, &Device::Cpu)?;
+    let weight = Tensor::ones(8, DType::F32, &Device::Cpu)?;
+    assert!(gated_norm_on_metal(norm, &tracked, &weight, &tracked, GateActivation::Silu).is_none(), "gradients");
     Ok(())
 }
 

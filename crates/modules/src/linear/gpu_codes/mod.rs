@@ -1,16 +1,19 @@
-//! Linear layers whose weights are codes on CUDA. Few rows are multiplied with the codes as they are. Many rows are
+//! Linear layers whose weights are codes on a GPU. Few rows are multiplied with the codes as they are. Many rows are
 //! multiplied by Candle with the numbers of the weight, a panel of outputs at a time.
 
 mod first_use;
+mod metal;
 
 use std::ops::Range;
 
 use candle_attention_cuda::{
     CodedLinear, CodedNumbers, CodedValues, CodedWeight, DequantizeCall, HostCodes, LinearCodesCall, is_available,
 };
-use candle_core::{DType, Device, Result, Tensor};
+use candle_attention_metal::MetalRows;
+use candle_core::{DType, Device, Result, Shape, Tensor};
 
-pub(crate) use first_use::CODES_CASE;
+pub(crate) use first_use::{CODES_CASE, METAL_CODES_CASE};
+pub(super) use metal::codes_on_metal;
 
 use super::cuda::{CudaRows, FewRows, RowsEpilogue, RowsKernel, is_constant};
 use super::matrix::contiguous;
@@ -27,11 +30,11 @@ impl PackedLinear {
     /// Packs a quantised weight on a device, with `bias` (out,) in a floating-point dtype there. The layer has the
     /// dtype `dtype`.
     ///
-    /// On a CPU, this is [`from_quantized`](Self::from_quantized). On CUDA the codes are stored as they are, for inputs
-    /// in f32, bf16 and f16. One kernel multiplies at most eight rows with the codes: the
+    /// On a CPU, this is [`from_quantized`](Self::from_quantized). On CUDA and Metal the codes are stored as they are,
+    /// for inputs in f32, bf16 and f16. One kernel multiplies at most eight rows with the codes: the
     /// [dequantised](QuantizedWeight::dequantize) numbers and the sums are in f32. For more rows, and for gradients of
     /// the input, the numbers are rounded to the input's dtype, at most 64 MiB of them at a time, and Candle multiplies
-    /// them. On other devices, with a bias that is tracked for gradients, and where CUDA kernels are not available, the
+    /// them. With a bias that is tracked for gradients, and where the kernels of the device are not available, the
     /// weight is dequantised.
     ///
     /// # Errors
@@ -50,7 +53,10 @@ impl PackedLinear {
                 return Ok(Self::from_quantized(weight, bias)?.with_dtype(dtype));
             }
             if !is_tracked && !is_empty {
-                return Self::with_codes_on(weight, bias, dtype, device);
+                let codes = coded_weight(weight, device)?;
+                if !device.is_metal() || metal::kernels_compile(&codes) {
+                    return Self::with_codes(codes, weight.input_order.as_deref(), bias, dtype);
+                }
             }
         }
         let &QuantizedWeight { outputs, inputs, .. } = weight;
@@ -58,41 +64,45 @@ impl PackedLinear {
         Self::new(&weight.dequantize()?.to_dtype(dtype)?.to_device(device)?, bias)
     }
 
-    /// Returns whether products on a device read the codes of quantised weights: on a CPU, and on CUDA where kernels
-    /// are available.
+    /// Returns whether products on a device read the codes of quantised weights: on a CPU, and on CUDA and Metal where
+    /// kernels are available.
     pub fn multiplies_codes_on(device: &Device) -> bool {
-        device.is_cpu() || device.is_cuda() && Self::has_kernels_of_codes(device)
+        match device {
+            Device::Cpu => true,
+            Device::Cuda(_) => Self::has_kernels_of_codes(device),
+            Device::Metal(_) => metal::has_kernels_of_codes(device),
+        }
     }
 
-    /// Returns whether a device has kernels that read codes, and they passed their check if nobody has run them there.
-    /// Layers of codes are checked for all dtypes, since the inputs are not known when a weight is loaded.
+    /// Returns whether a device has CUDA kernels that read codes, and they passed their check if nobody has run them
+    /// there. Layers of codes are checked for all dtypes, since the inputs are not known when a weight is loaded.
     fn has_kernels_of_codes(device: &Device) -> bool {
         is_available(device).is_ok() && KERNEL_DTYPES.into_iter().all(|dtype| CODES_CASE.check(device, dtype).is_ok())
     }
 
-    /// Stores the codes of a weight on a device whose kernels read them.
-    pub(super) fn with_codes_on(
-        weight: &QuantizedWeight,
+    /// Creates a layer of codes on a device whose kernels read them, whose columns have an order of the inputs.
+    fn with_codes(
+        codes: CodedWeight,
+        input_order: Option<&[u32]>,
         bias: Option<&Tensor>,
         dtype: DType,
-        device: &Device,
     ) -> Result<Self> {
-        let &QuantizedWeight { outputs, inputs, .. } = weight;
+        let (outputs, inputs, device) = (codes.outputs(), codes.inputs(), &codes.device().clone());
         if let Some(bias) = bias {
             let expect = Expect::one(OP, "bias", bias).shape(&[Dim::Is(outputs)])?;
             expect.float("")?.same_device("the quantised weight", device)?;
         }
-        let own = Weight::Codes(coded_weight(weight, device)?.into());
+        let own = Weight::Codes(codes.into());
         let linear = Self::from_checked(own, bias, WeightShape { outputs, inputs }, dtype, device)?;
-        let input_order = match &weight.input_order {
-            Some(order) => Some(Tensor::new(order.as_slice(), device)?),
+        let input_order = match input_order {
+            Some(order) => Some(Tensor::new(order, device)?),
             None => None,
         };
         Ok(Self { is_quantized: true, linear_dtype: dtype, input_order, ..linear })
     }
 
     /// Returns the rows of codes and bias that belong to some of the outputs, for inputs in a dtype; `None` unless the
-    /// weight is codes on CUDA.
+    /// weight is codes on a GPU.
     pub(super) fn coded_linear(&self, columns: Range<usize>, dtype: DType) -> Option<CodedLinear> {
         let Weight::Codes(weight) = &self.weight else { return None };
         let bias = match &self.bias {
@@ -107,15 +117,17 @@ impl PackedLinear {
     }
 }
 
-impl CudaRows {
-    /// Returns the layer for inputs (.., in) that fit the weight and are in the order of its columns; `None` if the
-    /// kernel does not support it, as for many rows, or if gradients are tracked.
-    pub(super) fn plan_codes(
-        xs: &Tensor,
-        linear: CodedLinear,
-        up: Option<CodedLinear>,
-        epilogue: RowsEpilogue,
-    ) -> Option<Self> {
+/// The call of a linear layer of few rows with weights of codes, and the shape of its outputs.
+struct CodedRows {
+    call: LinearCodesCall,
+    /// (.., out).
+    shape: Shape,
+}
+
+impl CodedRows {
+    /// Returns the layer for inputs (.., in) that fit the weight and are in the order of its columns; `None` for many
+    /// rows, and if gradients are tracked.
+    fn new(xs: &Tensor, linear: CodedLinear, up: Option<CodedLinear>, epilogue: RowsEpilogue) -> Option<Self> {
         let RowsEpilogue { activation, residual } = epilogue;
         let (outputs, width) = (linear.weight.outputs(), linear.weight.inputs());
         let rows = xs.elem_count().checked_div(width)?;
@@ -126,7 +138,20 @@ impl CudaRows {
             return None;
         }
         let FewRows { xs, residual, shape } = FewRows::new(xs, residual, outputs)?;
-        let kernel = LinearCodesCall { xs, linear, activation, up, residual };
+        Some(Self { call: LinearCodesCall { xs, linear, activation, up, residual }, shape })
+    }
+}
+
+impl CudaRows {
+    /// Returns the layer for inputs (.., in) that fit the weight and are in the order of its columns; `None` if the
+    /// kernel does not support it, as for many rows, or if gradients are tracked.
+    pub(super) fn plan_codes(
+        xs: &Tensor,
+        linear: CodedLinear,
+        up: Option<CodedLinear>,
+        epilogue: RowsEpilogue,
+    ) -> Option<Self> {
+        let CodedRows { call: kernel, shape } = CodedRows::new(xs, linear, up, epilogue)?;
         kernel.plan().ok()?;
         Some(Self { kernel: RowsKernel::Codes(kernel.into()), shape })
     }
@@ -203,7 +228,11 @@ pub(super) fn dequantized(weight: &CodedWeight, dtype: DType) -> Result<Tensor> 
         format_args!("the numbers of {} outputs", weight.outputs()),
         &[weight.outputs(), weight.inputs()],
     )?;
-    DequantizeCall { weight: weight.clone(), dtype }.forward()
+    let call = DequantizeCall { weight: weight.clone(), dtype };
+    match weight.device() {
+        Device::Metal(_) => MetalRows::Dequantize(call).forward(),
+        Device::Cpu | Device::Cuda(_) => call.forward(),
+    }
 }
 
 /// Returns ranges of outputs whose numbers take up to `panel_bytes`, or of one output.

@@ -1,6 +1,7 @@
-//! Linear layers of codes on the CUDA kernels, which the emulator runs on tensors of the CPU.
+//! Linear layers of codes on the CUDA and Metal kernels, which emulators run on tensors of the CPU.
 
 use candle_attention_cuda::{NewDevice, SourceFault, on_new_device};
+use candle_attention_metal::launches_of_thread;
 use candle_core::Var;
 use candle_nn::Activation as Function;
 use half::{bf16, f16};
@@ -138,7 +139,7 @@ fn forms() -> Vec<Form> {
 }
 
 fn coded(weight: &QuantizedWeight, bias: Option<&Tensor>) -> Result<PackedLinear> {
-    PackedLinear::with_codes_on(weight, bias, DType::F32, &Device::Cpu)
+    PackedLinear::with_codes(coded_weight(weight, &Device::Cpu)?, weight.input_order.as_deref(), bias, DType::F32)
 }
 
 fn bits_of(numbers: &Tensor) -> Result<Vec<u32>> {
@@ -241,6 +242,69 @@ fn cuda_rows_of_gated_layer_of_codes_match_separate_operations() -> Result<()> {
     let gated = PackedGatedLinear::new(coded(&gate, None)?, coded(&up, None)?, Function::Silu)?;
     let call = gated.cuda_rows(&xs).expect("the kernel runs the call");
     assert_close(&call.run()?, &expected)
+}
+
+#[test]
+fn metal_codes_have_the_numbers_of_the_quantised_weight() -> Result<()> {
+    let mut draws = Draws(1);
+    for form in forms() {
+        let weight = form.draw(&mut draws)?;
+        let call = DequantizeCall { weight: coded_weight(&weight, &Device::Cpu)?, dtype: form.dtype };
+        let found = MetalRows::Dequantize(call).forward()?;
+        assert_eq!(found.dtype(), form.dtype);
+        assert_eq!(bits_of(&found)?, bits_of(&weight.dequantize()?.to_dtype(form.dtype)?)?);
+    }
+    Ok(())
+}
+
+#[test]
+fn metal_rows_of_codes_match_products_with_the_numbers() -> Result<()> {
+    let mut draws = Draws(2);
+    for form in forms() {
+        let weight = form.draw(&mut draws)?;
+        let linear = coded(&weight, None)?;
+        let xs = draws.tensor(&[form.rows, form.inputs], form.dtype)?;
+        let before = launches_of_thread();
+        let found = linear.metal_rows(&xs, 0..form.outputs, None).expect("the kernel runs the call")?;
+        assert_eq!(launches_of_thread(), before + 1);
+        assert_close(&found, &exact(&xs, &weight)?)?;
+    }
+    let many = draws.tensor(&[9, 2176], DType::F32)?;
+    let linear = coded(&forms()[0].draw(&mut draws)?, None)?;
+    assert!(linear.metal_rows(&many, 0..5, None).is_none(), "more rows than the kernel computes");
+    let tracked = Var::from_tensor(&many.narrow(0, 0, 1)?)?;
+    assert!(linear.metal_rows(&tracked, 0..5, None).is_none(), "gradients");
+    Ok(())
+}
+
+#[test]
+fn metal_rows_of_codes_with_epilogue_and_input_order_match_separate_operations() -> Result<()> {
+    let mut draws = Draws(4);
+    let form = &forms()[1];
+    let order = (0..form.inputs as u32).map(|column| column * 35 % form.inputs as u32).collect();
+    let weight = QuantizedWeight { input_order: Some(order), ..form.draw(&mut draws)? }.checked()?;
+    let bias = draws.tensor(&[form.outputs], DType::BF16)?;
+    let linear = coded(&weight, Some(&bias))?.with_activation(Function::Silu)?;
+    let xs = draws.tensor(&[1, 1, form.inputs], DType::BF16)?;
+    let residual = draws.tensor(&[1, 1, 20], DType::BF16)?;
+    let found = linear.metal_rows(&xs, 9..29, Some(&residual)).expect("the kernel runs the call")?;
+    let double = |tensor: &Tensor| tensor.flatten_all()?.to_dtype(DType::F64);
+    let before = (exact(&xs.get(0)?, &weight)?.flatten_all()? + double(&bias)?)?.narrow(0, 9, 20)?;
+    assert_close(&found, &(before.silu()? + double(&residual)?)?.reshape((1, 1, 20))?)
+}
+
+#[test]
+fn metal_rows_of_gated_layer_of_codes_match_separate_operations() -> Result<()> {
+    let mut draws = Draws(5);
+    // Codes of a table, of which each weight has its own, and codes of two planes.
+    for form in [&forms()[9], &forms()[7]] {
+        let (gate, up) = (form.draw(&mut draws)?, form.draw(&mut draws)?);
+        let xs = draws.tensor(&[form.rows, form.inputs], DType::F32)?;
+        let expected = (exact(&xs, &gate)?.silu()? * exact(&xs, &up)?)?;
+        let gated = PackedGatedLinear::new(coded(&gate, None)?, coded(&up, None)?, Function::Silu)?;
+        assert_close(&gated.metal_rows(&xs).expect("the kernel runs the call")?, &expected)?;
+    }
+    Ok(())
 }
 
 #[test]
