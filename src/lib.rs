@@ -57,9 +57,10 @@
 pub use candle_attention_core::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
     AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, AttentionStatistics, AttentionTemperature,
-    Backend, BlockIndexerConfig, ChosenKeys, ContentPositions, DisentangledConfig, FullyMaskedRows, IndexerConfig,
-    IndexerQueries, KeyLists, KeyRanges, KvCodeFormat, KvPool, KvPoolConfig, KvSharing, LatentScales, LayerOutput,
-    LocalWindow, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
+    Backend, BlockIndexerConfig, ChosenKeys, CompressedKeyAttention, CompressedKeyAttentionConfig, CompressedKeyCache,
+    CompressedKeyIndexerConfig, CompressedKeyInput, ContentPositions, DisentangledConfig, FullyMaskedRows,
+    IndexerConfig, IndexerQueries, KeyCompression, KeyLists, KeyRanges, KvCodeFormat, KvPool, KvPoolConfig, KvSharing,
+    LatentScales, LayerOutput, LocalWindow, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
     MultiHeadLatentAttentionConfig, OutputLayout, OutputWithChoice, PackedSequences, PageCopy, PageTable,
     PagedSequences, PagedStep, PagedTokens, Plan, ProjectedMemory, RelativeBias, RelativeBiasConfig,
     RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, RowMoves,

@@ -105,6 +105,27 @@ DEEPSEEK = {
 # Many heads, since the scores of few heads are often 0 for several keys.
 INDEXER = {"index_n_heads": 12, "index_head_dim": 8, "index_topk": 4}
 
+# A layer of each kind: a window alone, keys that an indexer chooses, and all compressed keys.
+DEEPSEEK_V4 = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "partial_rotary_factor": 1 / 3,
+    "q_lora_rank": 14,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    "sliding_window": 3,
+    "o_groups": 2,
+    "o_lora_rank": 6,
+    "index_n_heads": 12,
+    "index_head_dim": 8,
+    "index_topk": 3,
+    "hc_mult": 2,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+}
+
 DOTS3 = {
     "layer_types": ["indexed_attention", "sliding_attention"],
     "sliding_window": 5,
@@ -412,6 +433,9 @@ CASES = {
         "deepseek_v3", ONE_LAYER, DEEPSEEK, {"rope_interleave": False, "attention_bias": True}
     ),
     "deepseek_v32": decoder("deepseek_v32", ONE_LAYER, DEEPSEEK, INDEXER, {"rope_parameters": YARN}),
+    "deepseek_v4": decoder(
+        "deepseek_v4", DEEPSEEK_V4, {"rope_parameters": YARN, "compress_rope_theta": 700.0}, out_proj="self_attn.o_b_proj"
+    ),
     # A layer that attends to all keys, and one that attends to two blocks.
     "minimax_m3": decoder("minimax_m3_vl_text", MINIMAX_M3, auto_class=AutoModel),
     "glm_moe_dsa": decoder("glm_moe_dsa", ONE_LAYER, DEEPSEEK, INDEXER),

@@ -1,6 +1,8 @@
 //! Outputs of the attention modules of each model, architecture by architecture.
 
-use candle_attention::{AttentionInput, AttentionMask, Backend, HeadShard, QkNormScope, Windows, hf};
+use candle_attention::{
+    AttentionInput, AttentionMask, Backend, CompressedKeyInput, HeadShard, QkNormScope, Windows, hf,
+};
 use candle_core::{Result, Tensor};
 
 use crate::common::root;
@@ -68,6 +70,10 @@ fn refused_model_types_give_the_reason_of_the_census_page() {
 #[test]
 fn hf_layers_match_transformers() -> Result<()> {
     for model in all_models() {
+        if hf::compressed_key_attention_config(&model.config, 0).is_ok() {
+            compressed(&model)?;
+            continue;
+        }
         for i in 0..model.layers() {
             let shifts = model.model_type().starts_with("swin") && i == 1;
             let mask = if shifts { Windows::new([4, 4], 2)?.with_shift(1)?.mask(2, &DEVICE)? } else { mask(&model)? };
@@ -82,6 +88,19 @@ fn hf_layers_match_transformers() -> Result<()> {
         }
         decoder(&model)?;
         named(&model)?;
+    }
+    Ok(())
+}
+
+/// Checks attention to compressed keys.
+fn compressed(model: &Model) -> Result<()> {
+    for i in 0..model.layers() {
+        for backend in [Backend::Auto, Backend::Reference] {
+            let layer = hf::load_compressed_key_attention(&model.config, i, model.vb())?;
+            let input = CompressedKeyInput::new(&model.golden[&format!("layer{i}.in")]).with_backend(backend);
+            let expected = &model.golden[&format!("layer{i}.out")];
+            model.assert_close(&layer.forward_with(input)?, expected, &format!("layer {i}, {backend:?}"));
+        }
     }
     Ok(())
 }

@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod compressed;
 mod gguf;
 mod gguf_forms;
 mod gguf_fuzz;

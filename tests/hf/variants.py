@@ -27,6 +27,13 @@ DEEPSEEK_SCALING = {
     "mscale": 0.707,
     "mscale_all_dim": 0.707,
 }
+DEEPSEEK_V4_SCALING = {
+    "type": "yarn",
+    "factor": 16,
+    "original_max_position_embeddings": 65536,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 LONGROPE_SCALING = {"short_factor": [1.0 + i / 50 for i in range(48)], "long_factor": [1.5 + i for i in range(48)]}
 
 RAW = [
@@ -106,6 +113,19 @@ RAW = [
     ("mpt", {"d_model": 4096, "n_heads": 32, "attn_config": {"clip_qkv": 8.0, "softmax_scale": None}}),
     ("deepseek_v2", {"q_lora_rank": None, "rope_scaling": DEEPSEEK_SCALING, "rope_theta": 10000}),
     ("deepseek_v3", {"rope_scaling": DEEPSEEK_SCALING | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    # As it is published: layers by their numbers of tokens of a key, with one for the layer that predicts more tokens.
+    (
+        "deepseek_v4",
+        {
+            "num_hidden_layers": 5,
+            "compress_ratios": [0, 0, 4, 128, 4, 0],
+            "compress_rope_theta": 160000,
+            "rope_scaling": DEEPSEEK_V4_SCALING,
+            "qk_rope_head_dim": 64,
+            "num_hash_layers": 3,
+        },
+    ),
+    ("deepseek_v4", {"head_dim": 128, "qk_rope_head_dim": 32, "compress_rate_csa": 8, "compress_rate_hca": 64}),
     ("modernbert", {"global_attn_every_n_layers": 3, "global_rope_theta": 160000.0, "local_rope_theta": 5000.0}),
     ("nomic_bert", {"rope_theta": 2000.0}),
     ("t5", {"d_kv": 64, "num_heads": 6, "d_model": 384}),

@@ -19,9 +19,10 @@ fn hf_configs_in_other_spellings_match_transformers() -> Result<()> {
         if !hf::architectures().any(|known| raw["model_type"] == known) {
             continue;
         }
-        match saved["model_type"].as_str().is_some_and(|model_type| LATENT.contains(&model_type)) {
-            true => compare(hf::latent_attention_config, raw, saved)?,
-            false => compare(hf::attention_config, raw, saved)?,
+        match saved["model_type"].as_str().unwrap_or_default() {
+            "deepseek_v4" => compare(hf::compressed_key_attention_config, raw, saved)?,
+            model_type if LATENT.contains(&model_type) => compare(hf::latent_attention_config, raw, saved)?,
+            _ => compare(hf::attention_config, raw, saved)?,
         }
         if hf::decoder_attention_config(saved, 0).is_ok() {
             compare(hf::decoder_attention_config, raw, saved)?;

@@ -159,10 +159,11 @@ same layers with this crate, by the model's `config.json` and tensor names, and 
   census: their attention was not compared, and they are rejected by name too{but_linear}.
 
 `hf::load_attention` loads the self-attention of a layer (of the encoder, if a model has an encoder and a decoder).
-`hf::load_decoder_attention` and `hf::load_cross_attention` load the attention of such a model's decoder, and
-`hf::load_latent_attention` latent attention (DeepSeek and others). `hf::load_named_attention` loads what else a model
-has, by the names in the column "layers", such as `cross_attn` (`hf::attention_names`). For a part of a model of several
-parts, pass the part of the config (`&config["vision_config"]`), and a builder at the checkpoint's root or at the part.
+`hf::load_decoder_attention` and `hf::load_cross_attention` load the attention of such a model's decoder,
+`hf::load_latent_attention` latent attention (DeepSeek and others), and `hf::load_compressed_key_attention` attention to
+compressed keys (DeepSeek V4). `hf::load_named_attention` loads what else a model has, by the names in the column
+"layers", such as `cross_attn` (`hf::attention_names`). For a part of a model of several parts, pass the part of the
+config (`&config["vision_config"]`), and a builder at the checkpoint's root or at the part.
 
 `cargo test --test hf` compares the models of `tests/hf/models` with transformers in every run, and
 `examples/causal_lm` runs {decoders} decoders as whole models. [Another part](#other-versions-of-transformers) of this page

@@ -47,8 +47,9 @@ pub use cache::{AttentionCache, AttentionCacheConfig};
 pub use candle_attention_call::KvCodeFormat;
 pub use config::{BlockIndexerConfig, KvSharing, LocalWindow, MultiHeadAttentionConfig};
 pub use layer::{
-    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, ChosenKeys, IndexerConfig,
-    IndexerQueries, LatentScales, LayerOutput, MultiHeadAttention, MultiHeadLatentAttention,
+    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, ChosenKeys, CompressedKeyAttention,
+    CompressedKeyAttentionConfig, CompressedKeyCache, CompressedKeyIndexerConfig, CompressedKeyInput, IndexerConfig,
+    IndexerQueries, KeyCompression, LatentScales, LayerOutput, MultiHeadAttention, MultiHeadLatentAttention,
     MultiHeadLatentAttentionConfig, OutputWithChoice, ProjectedMemory,
 };
 pub use mask::{AttentionMask, FullyMaskedRows, KeyLists, KeyRanges, TokenTree, ValidLens, Windows};

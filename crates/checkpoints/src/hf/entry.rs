@@ -2,7 +2,9 @@
 
 use std::sync::LazyLock;
 
-use candle_attention_core::{KvSharing, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig};
+use candle_attention_core::{
+    CompressedKeyAttentionConfig, KvSharing, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig,
+};
 use candle_attention_delta::GatedDeltaNetConfig;
 use candle_attention_modules::base::did_you_mean;
 use candle_attention_modules::warn_once;
@@ -116,6 +118,12 @@ impl<'a> Entry<'a> {
             return fields
                 .fail("attention is latent, expected a call of `latent_attention_config` or `load_latent_attention`");
         }
+        if self.family.compressed.is_some() {
+            return fields.fail(
+                "attention is to compressed keys, expected a call of `compressed_key_attention_config` or \
+                 `load_compressed_key_attention`",
+            );
+        }
         self.refuse_others(fields)?;
         let window = self.family.window.of(fields)?;
         let cfg = self.heads(fields)?;
@@ -168,6 +176,20 @@ impl<'a> Entry<'a> {
             }
         };
         let cfg = cfg.with_window(window);
+        cfg.validate()?;
+        Ok(cfg)
+    }
+
+    /// Returns the config of one layer's attention to compressed keys.
+    pub fn compressed_key_attention(&self, layer: usize) -> Result<CompressedKeyAttentionConfig> {
+        let fields = &self.fields(layer)?;
+        let (Some(compressed), Some(rope)) = (self.family.compressed, self.family.rope) else {
+            return fields.fail(
+                "attention is not to compressed keys, expected a call of `attention_config` or `load_attention`",
+            );
+        };
+        self.refuse_others(fields)?;
+        let cfg = compressed.config(fields, self.embed_dim(fields)?, self.num_heads(fields)?, rope)?;
         cfg.validate()?;
         Ok(cfg)
     }

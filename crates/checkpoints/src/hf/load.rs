@@ -8,7 +8,7 @@ use super::families::{Family, SharedPlace};
 use super::linear::Linear;
 use super::names::{Candidate, ModuleNames, candidates, load_module};
 use candle_attention_core::{
-    ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
+    CompressedKeyAttention, ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
     MultiHeadLatentAttentionConfig, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, WeightLayout,
 };
 use candle_attention_delta::{DeltaLayout, GatedDeltaNet, GatedDeltaNetConfig};
@@ -99,6 +99,14 @@ impl Entry<'_> {
             Some(name) => attention.with_frequency_factors(&vb.get(cfg.rope_head_dim() / 2, &name)?.exp()?.detach()),
             None => Ok(attention),
         }
+    }
+
+    /// Loads a layer of attention to compressed keys.
+    pub fn load_compressed_key(&self, layer: usize, vb: &VarBuilder) -> Result<CompressedKeyAttention> {
+        let cfg = self.compressed_key_attention(layer)?;
+        self.refuse_quantized(vb)?;
+        let load = |_, module: &str| CompressedKeyAttention::new(&cfg, vb.pp(module));
+        load_module(self.modules(), &self.numbers(layer)?, vb, load)
     }
 
     /// Loads a layer of linear attention with `load`.

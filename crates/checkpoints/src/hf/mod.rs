@@ -1,6 +1,7 @@
 #![doc = include_str!("guide.md")]
 
 mod columns;
+mod compressed;
 mod entry;
 mod entry_options;
 mod families;
@@ -27,8 +28,8 @@ use candle_nn::VarBuilder;
 use serde_json::Value;
 
 use candle_attention_core::{
-    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
-    RelativeBias, WeightLayout,
+    CompressedKeyAttention, CompressedKeyAttentionConfig, MultiHeadAttention, MultiHeadAttentionConfig,
+    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, RelativeBias, WeightLayout,
 };
 use candle_attention_delta::{GatedDeltaNet, GatedDeltaNetConfig};
 use candle_attention_modules::base::{HeadShard, WholeTensors};
@@ -191,6 +192,22 @@ pub fn load_latent_attention_shard(
     let whole = vb.whole();
     let load = |cfg: &_, module: &str| MultiHeadLatentAttention::load_shard(cfg, shard, &whole.pp(module));
     Entry::of(json)?.load_latent_with(layer, &whole, load)
+}
+
+/// Returns the config of one layer's attention to compressed keys: DeepSeek V4.
+///
+/// # Errors
+/// As [`attention_config`], and for an architecture with another kind of attention.
+pub fn compressed_key_attention_config(json: &Value, layer: usize) -> Result<CompressedKeyAttentionConfig> {
+    Entry::of(json)?.compressed_key_attention(layer)
+}
+
+/// Loads one layer's attention to compressed keys: DeepSeek V4, by the names of transformers or as it is published.
+///
+/// # Errors
+/// As [`load_attention`], and for an architecture with another kind of attention.
+pub fn load_compressed_key_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<CompressedKeyAttention> {
+    Entry::of(json)?.load_compressed_key(layer, &vb)
 }
 
 /// Returns the names that some model types have for the sinks of a layer.

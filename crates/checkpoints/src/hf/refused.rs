@@ -59,7 +59,6 @@ const MISSING: &[Refused] = &[
         "idefics_perciever", "muse_glimmer_assistant", "perceiver",
     ]),
     of("keys and values of another model", &["gemma4_assistant"]),
-    of("keys and values compressed by windows of tokens, and outputs that rotate back", &["deepseek_v4"]),
     of("keys chosen in blocks by an indexer that scores the mean of each block", &["qwen4_exp_text"]),
     of("keys of a coarser grid", &["efficientloftr", "hiera", "sam2_hiera_det_model"]),
     of("keys of a neighbourhood in an image", &["dinat"]),

@@ -130,7 +130,8 @@ impl Rope {
         self.read(fields, parameters, head_dim)
     }
 
-    fn read(&self, fields: &Fields, given: Option<Fields>, head_dim: usize) -> Result<RopeConfig> {
+    /// Returns the rotary positions of given parameters, or of the family's defaults.
+    pub(super) fn read(&self, fields: &Fields, given: Option<Fields>, head_dim: usize) -> Result<RopeConfig> {
         let default: Value = serde_json::from_str(self.default_parameters.unwrap_or("null")).unwrap_or_default();
         let given = given.or_else(|| Some(fields.within("rope_parameters", default.as_object()?)));
         let rope = self.angles(fields, given.as_ref(), head_dim)?;

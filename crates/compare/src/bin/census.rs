@@ -16,8 +16,9 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use candle_attention::{
-    AttentionInput, AttentionMask, Backend, ContentPositions, DeltaInput, GateActivation, GatedDeltaNet, KvSharing,
-    MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences, ProjectedMemory, RopeScaling, RopeStyle, hf,
+    AttentionInput, AttentionMask, Backend, CompressedKeyAttention, CompressedKeyInput, ContentPositions, DeltaInput,
+    GateActivation, GatedDeltaNet, KvSharing, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences,
+    ProjectedMemory, RopeScaling, RopeStyle, hf,
 };
 use candle_core::{DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -188,6 +189,7 @@ struct Layer {
 }
 
 enum Forward {
+    Compressed(Box<CompressedKeyAttention>),
     Softmax(Box<dyn Fn(AttentionInput) -> Result<Tensor>>),
     Linear(Box<GatedDeltaNet>),
 }
@@ -237,7 +239,8 @@ impl Kind {
         match self {
             Self::SelfAttention => {
                 let latent = hf::latent_attention_config(json, layer).ok().map(|cfg| format!("{cfg:?}"));
-                vec![text(hf::attention_config(json, layer)), latent]
+                let compressed = hf::compressed_key_attention_config(json, layer).ok().map(|cfg| format!("{cfg:?}"));
+                vec![text(hf::attention_config(json, layer)), latent, compressed]
             }
             Self::Linear => vec![hf::linear_attention_config(json, layer).ok().map(|cfg| format!("{cfg:?}"))],
             Self::Decoder => vec![text(hf::decoder_attention_config(json, layer))],
@@ -255,6 +258,15 @@ impl From<MultiHeadAttention> for Layer {
 }
 
 fn self_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Layer> {
+    if let Ok(cfg) = hf::compressed_key_attention_config(json, layer) {
+        let mut has = vec!["window".to_string(), "sinks".to_string()];
+        if let Some(compression) = cfg.compression {
+            has.push("compressed keys".to_string());
+            has.extend(compression.indexer.map(|_| "keys chosen by an indexer".to_string()));
+        }
+        let own = hf::load_compressed_key_attention(json, layer, vb)?;
+        return Ok(Layer { forward: Forward::Compressed(Box::new(own)), has });
+    }
     if hf::latent_attention_config(json, layer).is_ok() {
         let latent = hf::load_latent_attention(json, layer, vb)?;
         let cfg = latent.config();
@@ -431,6 +443,7 @@ fn compare(
             input = input.with_key_value(keys, values);
         }
         let mut ys = match &layer.forward {
+            Forward::Compressed(own) => own.forward_with(CompressedKeyInput::new(&packed).with_backend(backend))?,
             Forward::Softmax(forward) => forward(input)?,
             Forward::Linear(net) => net.forward_with(DeltaInput::new(&packed).with_backend(backend))?,
         };

@@ -6,6 +6,7 @@ mod adapter_names;
 mod additive;
 mod build;
 mod chosen_keys;
+mod compressed;
 mod forward;
 mod heads;
 mod indexer;
@@ -24,6 +25,10 @@ mod warnings;
 mod whole_mask;
 
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
+pub use compressed::{
+    CompressedKeyAttention, CompressedKeyAttentionConfig, CompressedKeyCache, CompressedKeyIndexerConfig,
+    CompressedKeyInput, KeyCompression,
+};
 pub use indexer::{ChosenKeys, IndexerConfig, IndexerQueries, OutputWithChoice};
 pub use input::AttentionInput;
 pub use latent::{LatentProjections, LatentScales, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};

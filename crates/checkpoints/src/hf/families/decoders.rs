@@ -3,6 +3,7 @@
 use super::{Bias, Family, Heads, Mask, NamedAttention, Number, Scale};
 use super::{DECODER, LLAMA, MODEL, MODERNBERT_ROPE, MODERNBERT_WINDOWED_ROPE, PATTERN, QKV_PROJ, WQKV};
 use super::{layer_norm, rms_per_head};
+use crate::hf::compressed::CompressedKeys;
 use crate::hf::latent::{FamilyIndexer, IndexerLayers, Latent, LatentRotation, Windowed};
 use crate::hf::layer_kinds;
 use crate::hf::linear::Linear;
@@ -407,6 +408,16 @@ pub(super) const LATENT: &[Family] = &[
         .rope(rope(10_000.0, 1_048_576).interleaved().default_parameters(MISTRAL_LARGE_4_ROPE)).latent(MISTRAL_LARGE_4),
     DEEPSEEK_V3.of("minicpm3").layers(62).width(2560).query_heads(40).rope(rope(10_000.0, 32_768)).latent(MINICPM3),
     DEEPSEEK_V3.of("youtu").layers(32).width(2048).query_heads(16).rope(by_flag(131_072)),
+];
+
+/// Attention to compressed keys.
+pub(super) const COMPRESSED: &[Family] = &[
+    DECODER.of("deepseek_v4").layers(43).width(4096).query_heads(64).rope(rope(10_000.0, 1_048_576).interleaved().rotates_whole(true))
+        .modules([
+            Some(ModuleNames { parameter: Some("wq_a.weight"), ..at(MODEL, "layers.{}.attn", WeightLayout::Canonical) }),
+            Some(ModuleNames { parameter: Some("q_a_proj.weight"), ..at(MODEL, "layers.{}.self_attn", WeightLayout::Canonical) }),
+        ])
+        .compressed(CompressedKeys::DEEPSEEK_V4),
 ];
 
 /// The text of a model of texts and images, as transformers saves it, as Gemma 3 was published, and without a head.

@@ -18,6 +18,7 @@ mod segmenters;
 use candle_core::Result;
 
 use super::columns::{Number, columns};
+use super::compressed::CompressedKeys;
 use super::fields::{Aliases, Fields};
 use super::latent::Latent;
 use super::linear::Linear;
@@ -50,6 +51,7 @@ pub(super) fn families() -> impl Iterator<Item = &'static Family> {
         decoders::HYBRID,
         decoders::LINEAR,
         decoders::LATENT,
+        decoders::COMPRESSED,
         decoders::GEMMAS,
         gpts::ROWS,
     ];
@@ -163,6 +165,8 @@ columns! {
     default_decoder_sizes: Sizes,
     /// Latent attention, for which most columns have no use.
     latent: Latent,
+    /// Attention to compressed keys, for which most columns have no use.
+    compressed: CompressedKeys,
     /// Layers of linear attention among the others.
     linear: Linear,
 }

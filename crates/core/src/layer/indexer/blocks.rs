@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 
-use super::deepseek::PRODUCTS;
+use super::scores::PRODUCTS;
 use super::sequence_keys::SequenceKeys;
 use super::top_k::Scores;
 use super::{IndexQueries, IndexedTokens, KeyIndexer};

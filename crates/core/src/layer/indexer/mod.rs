@@ -6,6 +6,7 @@ mod config;
 mod deepseek;
 mod load;
 mod pooled;
+mod scores;
 mod sequence_keys;
 mod top_k;
 
@@ -20,6 +21,8 @@ pub use chosen::{ChosenKeys, OutputWithChoice};
 pub(super) use config::IndexerShape;
 pub use config::{IndexerConfig, IndexerQueries};
 pub(super) use load::load_indexer;
+pub(super) use scores::PRODUCTS;
+pub(super) use top_k::Scores;
 
 use crate::mask::{AttentionMask, KeyLists};
 use crate::position::Rotation;

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::{Init, ops};
 
-use super::deepseek::{DeepSeekIndexer, PRODUCTS};
+use super::deepseek::DeepSeekIndexer;
+use super::scores::PRODUCTS;
 use super::sequence_keys::SequenceKeys;
 use super::top_k::Scores;
 use super::{IndexQueries, IndexedTokens, IndexerConfig, IndexerShape, KeyIndexer};
@@ -74,7 +75,7 @@ impl PooledIndexer {
             let step = (PRODUCTS / (self.config.num_heads * pools)).clamp(1, ranges.len().max(1));
             for start in (0..ranges.len()).step_by(step) {
                 let n = step.min(ranges.len() - start);
-                let scores = self.scored.scores(queries, &keys, start, n)?;
+                let scores = queries.scores(&keys, start, n)?;
                 let whole_pools = |query: usize| {
                     let visible = own.visible(query);
                     let before = visible.start.div_ceil(pool);

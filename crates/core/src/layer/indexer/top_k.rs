@@ -13,7 +13,7 @@ struct Scored {
 }
 
 /// Scores of some keys, and the keys that may be chosen.
-pub(super) struct Scores<'a> {
+pub(in crate::layer) struct Scores<'a> {
     /// (rows, keys).
     pub scores: &'a [f32],
     /// The keys that have scores.

@@ -21,7 +21,7 @@ impl Rotation {
         if kernel.plan().is_err() || ROTATION_CASE.check(xs.device(), xs.dtype()).is_err() {
             return Ok(None);
         }
-        let inverse = Self { inverse: !self.inverse, ..self.clone() };
+        let inverse = self.inverse();
         let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
         record("rotary-embedding", &[Some(&xs)], kernel.forward()?, xs.shape(), backward).map(Some)
     }

@@ -228,7 +228,7 @@ pub(crate) struct Rotation {
     style: RopeStyle,
     /// The number of parts of a head inside of which entries are paired.
     parts: usize,
-    /// Whether tokens are rotated by the opposite angles, in the backward pass.
+    /// Whether tokens are rotated by the opposite angles: in the backward pass, and where outputs rotate back.
     inverse: bool,
 }
 
@@ -256,7 +256,7 @@ impl Rotation {
             return self.by_candle(xs);
         }
         let xs = with_contiguous_rows(xs)?;
-        let inverse = Self { inverse: !self.inverse, ..self.clone() };
+        let inverse = self.inverse();
         let backward = move |_: &Tensor, gradient: &Tensor| Ok(vec![Some(inverse.apply(gradient)?)]);
         with_float!("rope", xs.dtype(), |E| {
             let rotated: Vec<E> = {
@@ -266,6 +266,11 @@ impl Rotation {
             };
             record("rotary-embedding", &[Some(&xs)], rotated, xs.shape(), backward)
         })
+    }
+
+    /// Returns the rotation by the opposite angles.
+    pub(crate) fn inverse(&self) -> Self {
+        Self { inverse: !self.inverse, ..self.clone() }
     }
 
     /// Rotates the pairs of a head by the angles of its token.
