@@ -79,7 +79,7 @@ fn compressed_keys_with_padding_match_sequences_alone() -> Result<()> {
                 let tokens = found.narrow(0, 1, 1)?.narrow(1, first, t - padding)?;
                 model.assert_close(&tokens, &expected, "the sequence with padding");
             }
-            // The second sequence goes on, beside one that has no token.
+            // The second sequence continues, in a batch with one that has no token.
             let rest = xs.narrow(1, t - padding, padding)?;
             let lens = [0, padding];
             let input = CompressedKeyInput::new(&rest).with_valid_lens(&lens).with_cache(&mut cache);
@@ -111,7 +111,7 @@ fn fork_of_cache_of_compressed_keys_continues_by_itself() -> Result<()> {
     Ok(())
 }
 
-/// Compares the names that transformers has in memory with those of the file, which are the published ones.
+/// Compares the names that transformers has in memory with the names of the file, which are the published ones.
 #[test]
 fn compressed_keys_by_names_of_transformers_match_published_names() -> Result<()> {
     let renames = [

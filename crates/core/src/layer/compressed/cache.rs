@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 
 /// The tokens of earlier calls of a [`CompressedKeyAttention`](crate::CompressedKeyAttention), for each sequence of a
-/// batch: the keys in the window of the next token, all compressed keys, those of an indexer, and the projections of
+/// batch: the keys in the window of the next token, all compressed keys, the keys of an indexer, and the projections of
 /// the tokens that the next compressed key is of.
 ///
 /// ```
@@ -53,7 +53,7 @@ pub(super) struct SequenceState {
     pub index_keys: CompressedRows,
 }
 
-/// What a compressor made of the tokens of earlier calls.
+/// The keys that a compressor made of the tokens of earlier calls, and the tokens that it has not compressed.
 #[derive(Debug, Clone, Default)]
 pub(super) struct CompressedRows {
     pub keys: GrowingRows,
@@ -61,7 +61,7 @@ pub(super) struct CompressedRows {
     pub pending: Option<Tensor>,
 }
 
-/// Rows (len, width) in a buffer with room for more.
+/// Rows (len, width) in a buffer that may have memory for more.
 #[derive(Debug, Clone, Default)]
 pub(super) struct GrowingRows {
     buffer: Option<Tensor>,
@@ -77,7 +77,7 @@ impl GrowingRows {
         }
     }
 
-    /// Returns these rows and some more, which are written behind them if the buffer has room.
+    /// Returns these rows and some more, which are written behind them if the buffer has memory for them.
     pub fn followed_by(&self, more: &Tensor) -> Result<Self> {
         let (count, width) = more.dims2()?;
         let len = self.len + count;

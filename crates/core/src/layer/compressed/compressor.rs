@@ -80,7 +80,7 @@ impl Compressor {
     }
 
     /// Returns the keys of the windows that end in a call. `projected` has the projections (T, ..) of its tokens,
-    /// `pending` those of tokens before it that are still needed.
+    /// `pending` the projections of tokens before it that are still needed.
     pub fn compress(
         &self,
         pending: Option<&Tensor>,

@@ -54,7 +54,7 @@ pub struct CompressedKeyAttentionConfig {
 pub struct KeyCompression {
     /// The number of tokens from one key to the next (`compress_rates`).
     pub rate: usize,
-    /// Whether a key is of the `rate` tokens before its own too, by projections of their own.
+    /// Whether a key is of the `rate` tokens before its own too, by other projections.
     pub overlaps: bool,
     /// The indexer that chooses the compressed keys of each query; without it, a query attends to all of them.
     pub indexer: Option<CompressedKeyIndexerConfig>,

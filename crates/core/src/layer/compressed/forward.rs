@@ -16,7 +16,7 @@ pub(super) struct ProjectedTokens {
     pub q: Tensor,
     /// (B, T, D).
     pub keys: Tensor,
-    /// What the compressor reads, (B, T, ..).
+    /// The projections for the compressor, (B, T, ..).
     pub compressed: Option<Tensor>,
     pub index: Option<ProjectedIndex>,
 }
@@ -24,12 +24,12 @@ pub(super) struct ProjectedTokens {
 /// The projections of the tokens of a call for an indexer.
 pub(super) struct ProjectedIndex {
     pub queries: IndexQueries,
-    /// What its compressor reads, (B, T, ..).
+    /// The projections for its compressor, (B, T, ..).
     pub compressed: Tensor,
 }
 
 impl ProjectedTokens {
-    /// Returns those of the tokens of one sequence, (1, n, ..).
+    /// Returns the projections of the tokens of one sequence, (1, n, ..).
     fn of_sequence(&self, tokens: &NewTokens, sequence: usize) -> Result<Self> {
         let own = tokens.tokens[sequence].clone();
         let of_tokens = |xs: &Tensor| part(&part(xs, 0, sequence..sequence + 1)?, 1, own.clone());

@@ -13,8 +13,8 @@ use candle_attention_modules::norm::{Norm, QkNormKind};
 
 impl CompressedKeyAttention {
     /// Loads a layer with the names of transformers below the builder's prefix (`q_a_proj`, `q_a_norm`, `q_b_proj`,
-    /// `kv_proj`, `kv_norm`, `sinks`, `o_a_proj`, `o_b_proj`, `compressor`, `compressor.indexer`), or those of
-    /// published checkpoints (`wq_a`, `q_norm`, `wq_b`, `wkv`, `kv_norm`, `attn_sink`, `wo_a`, `wo_b`, `compressor`,
+    /// `kv_proj`, `kv_norm`, `sinks`, `o_a_proj`, `o_b_proj`, `compressor`, `compressor.indexer`), or the names
+    /// of published checkpoints (`wq_a`, `q_norm`, `wq_b`, `wkv`, `kv_norm`, `attn_sink`, `wo_a`, `wo_b`, `compressor`,
     /// `indexer`).
     ///
     /// Plain tensors are read now, variables in every call, so that the layer learns with them.
