@@ -208,13 +208,22 @@ fn config_of_compressed_keys_that_does_not_fit_is_an_error() -> Result<()> {
         error("layer_types", json!(["full_attention"]), 0).contains("layer_types has \"full_attention\" for layer 0")
     );
     let ratios = json!({"model_type": "deepseek_v4", "num_hidden_layers": 1, "compress_ratios": [8]});
-    let text = error_text(hf::compressed_key_attention_config(&ratios, 0));
-    assert!(text.contains("compress_ratios has 8 for layer 0, expected 0, 4 or 128"), "{text}");
-    let text = error_text(hf::attention_config(&model.config, 0));
-    assert!(text.contains("expected a call of `compressed_key_attention_config`"), "{text}");
-    let text = error_text(hf::compressed_key_attention_config(&Model::named("llama").config, 0));
-    assert!(text.contains("attention is not to compressed keys"), "{text}");
+    assert_error(
+        hf::compressed_key_attention_config(&ratios, 0),
+        "compress_ratios has 8 for layer 0, expected 0, 4 or 128",
+    );
+    assert_error(hf::attention_config(&model.config, 0), "expected a call of `compressed_key_attention_config`");
+    assert_error(
+        hf::compressed_key_attention_config(&Model::named("llama").config, 0),
+        "attention is not to compressed keys",
+    );
     Ok(())
+}
+
+/// Checks that a result is an error with this text.
+fn assert_error<T>(result: Result<T>, expected: &str) {
+    let text = error_text(result);
+    assert!(text.contains(expected), "{text}");
 }
 
 #[test]
@@ -223,16 +232,21 @@ fn input_of_compressed_keys_that_does_not_fit_is_an_error() -> Result<()> {
     let mut cache = CompressedKeyCache::default();
     layer.forward_with(CompressedKeyInput::new(&xs).with_cache(&mut cache))?;
     let one = xs.narrow(0, 0, 1)?;
-    let text = error_text(layer.forward_with(CompressedKeyInput::new(&one).with_cache(&mut cache)));
-    assert!(text.contains("the call has 1 sequences, expected the 2 that the cache holds"), "{text}");
-    let text = error_text(layer.forward_with(CompressedKeyInput::new(&xs).with_starts(&[0, 14])));
-    assert!(text.contains("[compressed_key_attention] starts has 14 for sequence 1"), "{text}");
+    assert_error(
+        layer.forward_with(CompressedKeyInput::new(&one).with_cache(&mut cache)),
+        "the call has 1 sequences, expected the 2 that the cache holds",
+    );
+    assert_error(
+        layer.forward_with(CompressedKeyInput::new(&xs).with_starts(&[0, 14])),
+        "[compressed_key_attention] starts has 14 for sequence 1",
+    );
     assert_eq!(layer.forward(&xs.narrow(1, 0, 0)?)?.dims(), [2, 0, 32]);
-    let text = error_text(layer.forward(&xs.narrow(2, 0, 31)?));
-    assert!(text.contains("[compressed_key_attention]"), "{text}");
+    assert_error(layer.forward(&xs.narrow(2, 0, 31)?), "[compressed_key_attention]");
     let tracked = candle_core::Var::from_tensor(&xs)?;
-    let text = error_text(layer.forward_with(CompressedKeyInput::new(&tracked).with_cache(&mut cache)));
-    assert!(text.contains("keys are tracked for gradients, which a cache would lose"), "{text}");
+    assert_error(
+        layer.forward_with(CompressedKeyInput::new(&tracked).with_cache(&mut cache)),
+        "keys are tracked for gradients, which a cache would lose",
+    );
     assert_eq!(cache.lens(), [13, 13]);
     Ok(())
 }
