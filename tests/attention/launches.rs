@@ -66,6 +66,29 @@ mod metal {
         Ok(())
     }
 
+    #[test]
+    fn layer_of_codes_and_norm_with_gate_on_metal_launch_one_kernel_each() -> Result<()> {
+        let device = found("Metal", Device::new_metal(0));
+        let weight = Tensor::ones((48, 64), DType::F32, &CPU)?;
+        let codes = QuantizedWeight::quantize(&weight, QuantizationFormat::Int4 { group: 32 })?;
+        let layer = || PackedLinear::from_quantized_on(&codes, None, DType::F32, &device);
+        let gated = PackedGatedLinear::new(layer()?, layer()?, Activation::Silu)?;
+        let (plain, xs) = (layer()?, Tensor::ones((1, 1, 64), DType::F32, &device)?);
+        let residual = Tensor::ones((1, 1, 48), DType::F32, &device)?;
+        let norm = RmsNorm::new(Tensor::ones(16, DType::F32, &device)?, 1e-6)?;
+        let heads = Tensor::ones((1, 1, 4, 16), DType::F32, &device)?;
+        let counted = |call: &dyn Fn() -> Result<Tensor>| -> Result<Launches> {
+            call()?;
+            let before = Launches::of_thread();
+            call()?;
+            Ok(Launches::of_thread().since(before))
+        };
+        assert_eq!(counted(&|| plain.forward_with_residual(&xs, &residual))?, launches(0, 1));
+        assert_eq!(counted(&|| gated.forward(&xs))?, launches(0, 1));
+        assert_eq!(counted(&|| norm.forward_gated(&heads, &heads, GateActivation::Silu))?, launches(0, 1));
+        Ok(())
+    }
+
     fn launches(of_candle: usize, of_this_crate: u64) -> Launches {
         Launches { of_candle, of_this_crate }
     }
