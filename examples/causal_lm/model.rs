@@ -26,12 +26,13 @@ use weights::{OUTPUTS, OtherRanks, Weights, shard_range};
 /// The names that families have for the base model, its embeddings, its blocks, its last norm, and its head; the last
 /// name of each list is llama.cpp's. A checkpoint has one of each.
 const BASES: &[&str] = &["model", "transformer", "gpt_neox", "model.decoder", "decoder", "model.language_model"];
-const EMBEDDINGS: &[&str] = &["embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "token_embd"];
+const EMBEDDINGS: &[&str] =
+    &["embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embed", "token_embd"];
 const POSITIONS: &[&str] = &["wpe", "embed_positions", "position_embd"];
 const EMBEDDING_NORMS: &[&str] = &["word_embeddings_layernorm", "token_embd_norm"];
 const BLOCKS: &[&str] = &["layers", "h", "blocks", "blk"];
 const LAST_NORMS: &[&str] = &["norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "output_norm"];
-const HEADS: &[&str] = &["lm_head", "embed_out", "output"];
+const HEADS: &[&str] = &["lm_head", "embed_out", "head", "output"];
 
 /// The part of the vocabulary whose embeddings and logits this process stores.
 struct Vocabulary {
@@ -229,6 +230,7 @@ impl CausalLm {
     /// Embeds ids (B, T) at these positions, B·T, as (B, T, E), or packed ids (total,) as (total, E). `longest` is the
     /// length of the longest sequence; padding may be at larger positions.
     pub fn embed(&self, ids: &Tensor, positions: &[usize], longest: usize) -> Result<Tensor> {
+        self.blocks.note_ids(ids)?;
         let mut xs = self.vocabulary.embed(&self.embedding, ids)?.to_dtype(self.dtype)?;
         if self.embedding_scale != 1.0 {
             xs = (xs * self.embedding_scale)?;

@@ -204,6 +204,12 @@ impl Encoder {
             true => Some(loader.norm_at(&inner, inner.named(LAST_NORMS)?)?),
             false => loader.norm(&inner, LAST_NORMS)?,
         };
+        if blocks.has_streams() {
+            bail!(
+                "[encoder] model_type is {}, whose residual is several streams, expected one stream",
+                json["model_type"]
+            )
+        }
         Ok(Self {
             words,
             scale: family.embedding_scale(json, width, dtype)?,

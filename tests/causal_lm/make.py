@@ -135,6 +135,16 @@ MODELS = {
         **LATENT, "model_type": "deepseek_v3", "q_lora_rank": 12, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
         "num_experts_per_tok": 2, "first_k_dense_replace": 0, "rope_interleave": False, "attention_bias": True,
     },
+    # A layer of each kind: a window alone, keys that an indexer chooses, and all compressed keys. In the first one the
+    # experts of a token follow from its id; a limit that some of the numbers exceed.
+    "deepseek_v4": {
+        "num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 8, "partial_rotary_factor": 0.5, "q_lora_rank": 12,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}, "sliding_window": 3,
+        "o_groups": 2, "o_lora_rank": 6, "index_n_heads": 12, "index_head_dim": 8, "index_topk": 3, "hc_mult": 2,
+        "mlp_layer_types": ["hash_moe", "moe", "moe"], "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "swiglu_limit": 0.5,
+    },
     # Each query attends to 4 keys that an indexer chooses; there are enough tokens to choose from.
     "deepseek_v32": {**LATENT, **INDEXER, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
     "glm_moe_dsa": {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1},
@@ -264,6 +274,9 @@ def main():
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith(("e_score_correction_bias", "rotary_emb.alpha")):
                 torch.nn.init.normal_(buffer, std=0.1)
+            if buffer_name.endswith("tid2eid"):
+                # Different experts of a token.
+                buffer.copy_(torch.arange(buffer.numel()).view_as(buffer) * 3 % 4)
         quantized = quantize_experts(model) if name.endswith("mxfp4") else {}
         ids = torch.randint(2, 37, (2, tokens))
         with torch.no_grad():

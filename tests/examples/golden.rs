@@ -10,7 +10,7 @@ use crate::encoder::Encoder;
 use crate::process::{Checkpoint, command, copy};
 
 const EXAMPLES: &[(&str, usize)] = &[
-    ("causal_lm", 52),
+    ("causal_lm", 53),
     #[cfg(feature = "plot")]
     ("image_embedding", 3),
     ("rerank", 4),
@@ -136,7 +136,7 @@ fn causal_lm_error_for_encoder_lists_known_decoders() {
     let said = run(command).stderr;
     let (_, known) = said.split_once("model_type is \"bert\", expected one of ").expect("it names them");
     let known: Vec<_> = known.trim().split(", ").collect();
-    assert_eq!(known.len(), 43, "{known:?}");
+    assert_eq!(known.len(), 44, "{known:?}");
     for name in known {
         assert!(candle_attention::hf::architectures().any(|other| other == name), "{name}");
     }

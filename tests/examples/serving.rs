@@ -108,7 +108,8 @@ fn served_requests_have_the_tokens_of_causal_lm_alone_with_and_without_preemptio
 }
 
 /// The models whose layers cannot use pages, and the reason.
-const REFUSED: [(&str, &str); 2] = [
+const REFUSED: [(&str, &str); 3] = [
+    ("deepseek_v4", "attends to compressed keys, which have no pages"),
     ("glm_moe_dsa_shared", "attends to the keys that an earlier layer chose, which is not supported with pages"),
     ("minimax_m3_vl_text", "has an indexer, whose keys have no pages"),
 ];

@@ -1,11 +1,15 @@
 //! Decoders, called as a program calls them: however the tokens of two texts come, the logits are transformers'.
 
+use std::collections::HashMap;
+
+use candle_attention::AttentionCacheConfig;
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::VarBuilder;
 
 use crate::common::{Decoded, assert_near, bits, error_text};
 use crate::decoder::CausalLm;
 use crate::decoder::attention::{Cache, Input};
+use crate::encoder::Encoder;
 use crate::process::Checkpoint;
 
 fn load(checkpoint: &Checkpoint) -> Result<CausalLm> {
@@ -77,7 +81,79 @@ fn linear_attention_layer_rejects_input_and_cache_of_softmax() -> Result<()> {
     caches.reverse();
     let ids = Tensor::zeros((1, 2), DType::U32, &Device::Cpu)?;
     let error = error_text(model.forward(&ids, None, &mut caches));
-    assert!(error.contains("a layer of linear attention got the cache of softmax attention"), "{error}");
+    assert!(error.contains("a layer of linear attention got the cache of another kind of attention"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn deepseek_v4_with_published_names_matches_logits_of_transformers() -> Result<()> {
+    let checkpoint = Checkpoint::of("causal_lm", "deepseek_v4");
+    let mut tensors = HashMap::new();
+    for (name, tensor) in checkpoint.tensors("model.safetensors") {
+        let name = name.replace("model.", "").replace("embed_tokens", "embed").replace("hc_head.hc_", "hc_head_");
+        tensors.insert(name, tensor);
+    }
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+    let model = CausalLm::load(&checkpoint.config(), vb, |_, _| {})?;
+    let golden = Decoded::of(&checkpoint.path)?;
+    let ids = Tensor::new(golden.ids.to_vec(), &Device::Cpu)?;
+    let logits = model.logits(&model.forward(&ids, None, &mut model.caches(|config| config)?)?)?;
+    assert_near(&logits, &golden.logits, 3e-5, "published names");
+    Ok(())
+}
+
+#[test]
+fn experts_by_id_reject_tables_of_other_experts_and_calls_without_ids() -> Result<()> {
+    let checkpoint = Checkpoint::of("causal_lm", "deepseek_v4");
+    let table = "model.layers.0.ffn.gate.tid2eid";
+    for row in [[0i64, 4], [-1, 1], [2, 2]] {
+        let mut tensors = checkpoint.tensors("model.safetensors");
+        tensors.insert(table.to_string(), Tensor::new(&[row], &Device::Cpu)?);
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+        let error = error_text(CausalLm::load(&checkpoint.config(), vb, |_, _| {}));
+        let expected = format!("the table of experts has {row:?} for token 0, expected different ones of 4 experts");
+        assert!(error.contains(&expected), "{error}");
+    }
+    let model = load(&checkpoint)?;
+    let xs = Tensor::zeros((1, 2, 16), DType::F32, &Device::Cpu)?;
+    let error = error_text(model.through_blocks(xs, |_, attention, input| attention.forward(input)));
+    assert!(error.contains("the experts of 2 tokens follow from their ids, found 0 ids"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn hyper_connection_of_another_shape_is_an_error_that_names_it() -> Result<()> {
+    let checkpoint = Checkpoint::of("causal_lm", "deepseek_v4");
+    let mut config = checkpoint.config();
+    config["hc_mult"] = 3.into();
+    let vb = VarBuilder::from_tensors(checkpoint.tensors("model.safetensors"), DType::F32, &Device::Cpu);
+    let error = error_text(CausalLm::load(&config, vb, |_, _| {}));
+    assert!(error.contains("model.layers.0.hc_attn_fn has the shape [8, 32], expected [15, 48]"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn sentence_embedding_rejects_decoder_with_several_streams() {
+    let checkpoint = Checkpoint::of("causal_lm", "deepseek_v4");
+    let vb = VarBuilder::from_tensors(checkpoint.tensors("model.safetensors"), DType::F32, &Device::Cpu);
+    let error = error_text(Encoder::load(&checkpoint.config(), vb, |_, _| {}));
+    let expected = "[encoder] model_type is \"deepseek_v4\", whose residual is several streams, expected one stream";
+    assert_eq!(error, expected);
+}
+
+#[test]
+fn cache_of_compressed_keys_rejects_a_dtype_codes_a_window_and_sink_tokens() -> Result<()> {
+    let model = load(&Checkpoint::of("causal_lm", "deepseek_v4"))?;
+    let options: [fn(AttentionCacheConfig) -> AttentionCacheConfig; 4] = [
+        |config| config.with_dtype(DType::F16),
+        AttentionCacheConfig::with_q8,
+        |config| config.with_window(8),
+        |config| config.with_sink_tokens(2),
+    ];
+    for option in options {
+        let error = error_text(model.caches(option));
+        assert!(error.starts_with("[causal_lm] a layer attends to compressed keys, expected a cache with"), "{error}");
+    }
     Ok(())
 }
 

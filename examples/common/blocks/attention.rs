@@ -5,8 +5,9 @@ use std::rc::Rc;
 
 use candle_attention::{
     AllReduce, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics, ChosenKeys,
-    DeltaCache, DeltaInput, DeltaPool, GatedDeltaNet, KvPool, KvPoolConfig, MultiHeadAttention,
-    MultiHeadLatentAttention, OutputWithChoice, PageTable, PagedTokens, RopeConfig, RotaryEmbedding, StatisticsOptions,
+    CompressedKeyAttention, CompressedKeyCache, CompressedKeyInput, DeltaCache, DeltaInput, DeltaPool, GatedDeltaNet,
+    KvPool, KvPoolConfig, MultiHeadAttention, MultiHeadLatentAttention, OutputWithChoice, PageTable, PagedTokens,
+    RopeConfig, RotaryEmbedding, StatisticsOptions,
 };
 use candle_core::{Device, Error, Result, Tensor, bail};
 
@@ -15,6 +16,8 @@ pub enum Attention {
     MultiHead(MultiHeadAttention),
     /// Latent attention, and the keys that layers share, if some layers attend to the keys that others chose.
     Latent(MultiHeadLatentAttention, Option<LastChoice>),
+    /// Attention to compressed keys.
+    Compressed(CompressedKeyAttention),
     Linear(GatedDeltaNet),
 }
 
@@ -24,6 +27,7 @@ pub type LastChoice = Rc<RefCell<ChosenKeys>>;
 /// The cache of a block's attention.
 pub enum Cache {
     Softmax(AttentionCache),
+    Compressed(CompressedKeyCache),
     Linear(DeltaCache),
 }
 
@@ -32,6 +36,7 @@ impl Cache {
     pub fn lens(&self) -> Vec<usize> {
         match self {
             Self::Softmax(cache) => cache.lens(),
+            Self::Compressed(cache) => cache.lens(),
             Self::Linear(cache) => cache.lens(),
         }
     }
@@ -40,6 +45,7 @@ impl Cache {
     pub fn reset(&mut self) {
         match self {
             Self::Softmax(cache) => cache.reset(),
+            Self::Compressed(cache) => cache.reset(),
             Self::Linear(cache) => cache.reset(),
         }
     }
@@ -48,6 +54,7 @@ impl Cache {
     pub fn memory(&self) -> usize {
         match self {
             Self::Softmax(cache) => cache.memory(),
+            Self::Compressed(cache) => cache.memory(),
             Self::Linear(cache) => cache.memory(),
         }
     }
@@ -72,15 +79,17 @@ impl Pool {
 /// The input of a block's attention.
 pub enum Input<'a> {
     Softmax(AttentionInput<'a>),
+    Compressed(CompressedKeyInput<'a>),
     Linear(DeltaInput<'a>),
 }
 
 impl<'a> Input<'a> {
-    /// Sets the mask of a call without a cache. It describes padding on the right, which linear attention can ignore.
+    /// Sets the mask of a call without a cache. It describes padding on the right, which linear attention and attention
+    /// to compressed keys can ignore.
     pub fn with_mask(self, mask: &'a AttentionMask) -> Self {
         match self {
             Self::Softmax(input) => Self::Softmax(input.with_mask(mask)),
-            Self::Linear(input) => Self::Linear(input),
+            own @ (Self::Compressed(_) | Self::Linear(_)) => own,
         }
     }
 
@@ -88,6 +97,7 @@ impl<'a> Input<'a> {
     pub fn with_valid_lens(self, valid_lens: &'a [usize]) -> Self {
         match self {
             Self::Softmax(input) => Self::Softmax(input.with_valid_lens(valid_lens)),
+            Self::Compressed(input) => Self::Compressed(input.with_valid_lens(valid_lens)),
             Self::Linear(input) => Self::Linear(input.with_valid_lens(valid_lens)),
         }
     }
@@ -95,6 +105,7 @@ impl<'a> Input<'a> {
     pub fn with_cache(self, cache: &'a mut Cache) -> Result<Self> {
         match (self, cache) {
             (Self::Softmax(input), Cache::Softmax(cache)) => Ok(Self::Softmax(input.with_cache(cache))),
+            (Self::Compressed(input), Cache::Compressed(cache)) => Ok(Self::Compressed(input.with_cache(cache))),
             (Self::Linear(input), Cache::Linear(cache)) => Ok(Self::Linear(input.with_cache(cache))),
             (input, _) => Err(input.error_about("cache")),
         }
@@ -111,25 +122,35 @@ impl<'a> Input<'a> {
 
     /// Returns the error of a layer that got the cache or the pool of another kind of attention.
     fn error_about(&self, what: &str) -> Error {
-        let (own, other) = match self {
-            Self::Softmax(_) => ("softmax", "linear"),
-            Self::Linear(_) => ("linear", "softmax"),
-        };
-        Error::msg(format!("[causal_lm] a layer of {own} attention got the {what} of {other} attention")).bt()
+        let name = self.name();
+        Error::msg(format!("[causal_lm] a layer of {name} got the {what} of another kind of attention")).bt()
+    }
+
+    /// Returns the kind of attention of a layer with such an input.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Softmax(_) => "softmax attention",
+            Self::Compressed(_) => "attention to compressed keys",
+            Self::Linear(_) => "linear attention",
+        }
     }
 
     /// Returns the input of softmax attention.
     pub fn softmax(self) -> Result<AttentionInput<'a>> {
         match self {
             Self::Softmax(input) => Ok(input),
-            Self::Linear(_) => bail!("[causal_lm] a layer has linear attention, expected softmax attention in all"),
+            other => bail!("[causal_lm] a layer has {}, expected softmax attention in all", other.name()),
         }
     }
 }
 
 impl Attention {
-    /// Makes the input of a call; `sum` is the sum over ranks.
+    /// Makes the input of a call; `sum` is the sum over ranks. Models with attention to compressed keys have streams
+    /// instead of a residual, and run on one rank.
     pub fn input<'a>(&self, xs: &'a Tensor, residual: Option<&'a Tensor>, sum: &'a AllReduce<'a>) -> Input<'a> {
+        if let Self::Compressed(_) = self {
+            return Input::Compressed(CompressedKeyInput::new(xs));
+        }
         match (self.is_linear(), residual) {
             (true, Some(residual)) => Input::Linear(DeltaInput::new(xs).with_residual(residual)),
             (true, None) => Input::Linear(DeltaInput::new(xs)),
@@ -149,6 +170,7 @@ impl Attention {
         Ok(match self {
             Self::MultiHead(attention) => Self::MultiHead(attention.with_rotary(table)?),
             Self::Latent(attention, choice) => Self::Latent(attention.with_rotary(table)?, choice),
+            Self::Compressed(attention) => Self::Compressed(attention.with_rotary(table)?),
             Self::Linear(_) => self,
         })
     }
@@ -160,7 +182,17 @@ impl Attention {
             Self::Latent(attention, _) if attention.config().rotates() => {
                 Some((attention.config().rope(), attention.config().rope_head_dim()))
             }
+            Self::Compressed(attention) => Some((&attention.config().rope, attention.config().rope_head_dim)),
             Self::Latent(..) | Self::Linear(_) => None,
+        }
+    }
+
+    /// Returns the kind of attention.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::MultiHead(_) | Self::Latent(..) => "softmax attention",
+            Self::Compressed(_) => "attention to compressed keys",
+            Self::Linear(_) => "linear attention",
         }
     }
 
@@ -173,6 +205,17 @@ impl Attention {
         let own = match self {
             Self::MultiHead(attention) => AttentionCacheConfig::for_layer(attention.config()),
             Self::Latent(..) => AttentionCacheConfig::new(),
+            Self::Compressed(_) => {
+                let wanted = config(AttentionCacheConfig::new());
+                let is_changed = wanted.dtype().is_some() || wanted.codes().is_some() || wanted.window().is_some();
+                if is_changed || wanted.sink_tokens() > 0 {
+                    bail!(
+                        "[causal_lm] a layer attends to compressed keys, expected a cache with the dtype and the window \
+                         of the layer, found other options"
+                    )
+                }
+                return Ok(Cache::Compressed(CompressedKeyCache::default()));
+            }
             Self::Linear(_) => return Ok(Cache::Linear(DeltaCache::default())),
         };
         AttentionCache::new(&config(own)).map(Cache::Softmax)
@@ -193,6 +236,9 @@ impl Attention {
     ) -> Result<Pool> {
         let own = match self {
             Self::Linear(net) => return DeltaPool::new(net, table).map(Pool::Linear),
+            Self::Compressed(_) => {
+                bail!("[pages] layer {layer} of the model attends to compressed keys, which have no pages")
+            }
             Self::Latent(attention, _) if attention.config().shared_choice() => bail!(
                 "[pages] layer {layer} of the model attends to the keys that an earlier layer chose, which is not \
                  supported with pages"
@@ -221,6 +267,10 @@ impl Attention {
         match self {
             Self::MultiHead(attention) => attention.config().window(),
             Self::Latent(attention, _) => attention.config().window(),
+            Self::Compressed(attention) => {
+                let cfg = attention.config();
+                if cfg.compression.is_none() { Some(cfg.window) } else { None }
+            }
             Self::Linear(_) => Some(0),
         }
     }
@@ -236,9 +286,10 @@ impl Attention {
                 choice.replace(chosen);
                 Ok(output)
             }
+            (Self::Compressed(attention), Input::Compressed(input)) => attention.forward_with(input),
             (Self::Linear(net), Input::Linear(input)) => net.forward_with(input),
-            (Self::Linear(_), Input::Softmax(_)) => {
-                bail!("[causal_lm] a layer has linear attention, expected softmax attention in all")
+            (Self::Compressed(_) | Self::Linear(_), input) => {
+                bail!("[causal_lm] a layer has {}, expected {} in all", self.name(), input.name())
             }
         }
     }
@@ -259,6 +310,9 @@ impl Attention {
                 choice.replace(found.chosen);
                 Ok((found.output, statistics))
             }
+            Self::Compressed(_) => bail!(
+                "[causal_lm] attention to compressed keys returns no weights, expected attention to keys of tokens"
+            ),
             Self::Linear(_) => bail!("[causal_lm] linear attention has no weights, expected softmax attention"),
         }
     }
@@ -267,6 +321,7 @@ impl Attention {
         match self {
             Self::MultiHead(attention) => attention.config().num_heads(),
             Self::Latent(attention, _) => attention.config().num_heads(),
+            Self::Compressed(attention) => attention.config().num_heads,
             Self::Linear(net) => net.config().num_value_heads(),
         }
     }

@@ -11,7 +11,9 @@ use serde_json::Value;
 use super::attention::{Attention, Input, LastChoice};
 use super::family::{Family, GATED_MLPS, MlpKind, Names, NormKind, PLAIN_MLPS, PRE_NORMS, PlainNames, size};
 use super::gguf_experts;
+use super::hyper_connections::{HyperConnection, StreamSum};
 use super::mlp::{Experts, MODULES, Mixture, Mlp, ROUTERS};
+use super::router::TokenIds;
 use super::weights::{INPUTS, OUTPUTS, OtherRanks, Weights};
 
 /// A norm of the family, with gradients.
@@ -63,6 +65,8 @@ pub struct Loader<'a> {
     tables: Vec<RotaryEmbedding>,
     /// The keys that the last layer with an indexer chose, if some layers attend to the keys that others chose.
     choice: Option<LastChoice>,
+    /// The ids of a call's tokens, from which some experts follow.
+    pub ids: TokenIds,
 }
 
 impl<'a> Loader<'a> {
@@ -70,7 +74,13 @@ impl<'a> Loader<'a> {
     pub fn new(model: &'static str, family: Family, json: &'a Value, weights: Weights<'a>, width: usize) -> Self {
         let mut configs = (0..).map_while(|layer| hf::latent_attention_config(json, layer).ok());
         let choice = configs.any(|config| config.shared_choice()).then(LastChoice::default);
-        Self { model, family, json, weights, width, bias: None, tables: Vec::new(), choice }
+        let ids = TokenIds::default();
+        Self { model, family, json, weights, width, bias: None, tables: Vec::new(), choice, ids }
+    }
+
+    /// Loads the sum of the streams after the last block, if the residual is several streams.
+    pub fn streams(&self, model: &Weights) -> Result<Option<StreamSum>> {
+        if self.family.has_streams { StreamSum::load(self.json, model, self.width).map(Some) } else { Ok(None) }
     }
 
     /// Loads the first norm found in `names`.
@@ -127,8 +137,14 @@ impl<'a> Loader<'a> {
         };
         let family = self.family;
         let norms = if attention.is_linear() && at.gguf.is_none() { PRE_NORMS } else { family.norms };
+        let mut streams = None;
+        if family.has_streams {
+            let connection = |module: &str| HyperConnection::load(self.json, &at, module, self.width);
+            streams = Some(Connections { attention: connection("attn")?, mlp: connection("ffn")? });
+        }
         Ok(Block {
             family,
+            streams,
             before_attention: if layer == 0 && !family.first_attention_norm {
                 None
             } else {
@@ -154,6 +170,12 @@ impl<'a> Loader<'a> {
         }
         let is_linear = hf::is_linear_attention(json, layer)?;
         let is_latent = size(json, "kv_lora_rank").is_some();
+        if self.family.has_compressed_keys {
+            if shard.is_some() {
+                bail!("[{}] attention to compressed keys has no shards, expected one rank", self.model)
+            }
+            return hf::load_compressed_key_attention(json, layer, root).map(Attention::Compressed);
+        }
         Ok(match shard {
             Some(own) if is_linear => Attention::Linear(hf::load_linear_attention_shard(json, layer, own, &root)?),
             Some(own) if is_latent => {
@@ -186,7 +208,7 @@ impl<'a> Loader<'a> {
         }
         let mlp = match &self.family.mlp {
             MlpKind::Experts(mixture) if mixed.first(ROUTERS).is_some() => {
-                let experts = Experts::read(mixture, self.json, &mixed, self.activation()?)?;
+                let experts = Experts::read(mixture, self.json, &mixed, self.activation()?, &self.ids)?;
                 return Ok(Box::new(move |xs, residual| experts.forward(xs, residual)));
             }
             kind @ (MlpKind::Experts(Mixture { gates_others: true, .. }) | MlpKind::Gated) => {
@@ -228,12 +250,46 @@ pub struct Block {
     mlp: FeedForward,
     after_mlp: Option<Norm>,
     residual_scale: f64,
+    /// The connections of attention and of the MLP with the streams of a residual, if it is several streams.
+    streams: Option<Connections>,
     others: OtherRanks,
 }
 
+/// The connections of a block with the streams of a residual.
+struct Connections {
+    attention: HyperConnection,
+    mlp: HyperConnection,
+}
+
 impl Block {
+    /// Returns the input of attention for the input of the block.
+    pub fn attention_input(&self, xs: &Tensor) -> Result<Tensor> {
+        match &self.streams {
+            Some(streams) => optional(&self.before_attention, &streams.attention.read(xs)?.input),
+            None => optional(&self.before_attention, xs),
+        }
+    }
+
+    /// Computes the block over streams (B, T, N, E).
+    fn forward_streams(
+        &self,
+        xs: &Tensor,
+        streams: &Connections,
+        attend: impl FnOnce(&Attention, Input) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let of_attention = streams.attention.read(xs)?;
+        let normed = optional(&self.before_attention, &of_attention.input)?;
+        let over_processes = |own: &Tensor| self.sum(own.clone());
+        let attended = attend(&self.attention, self.attention.input(&normed, None, &over_processes))?;
+        let of_mlp = streams.mlp.read(&of_attention.with(&attended)?)?;
+        of_mlp.with(&(self.mlp)(&optional(&self.before_mlp, &of_mlp.input)?, None)?)
+    }
+
     /// Computes the block; `attend` computes its attention, given the layer and its input.
     pub fn forward(&self, xs: &Tensor, attend: impl FnOnce(&Attention, Input) -> Result<Tensor>) -> Result<Tensor> {
+        if let Some(streams) = &self.streams {
+            return self.forward_streams(xs, streams, attend);
+        }
         let normed = optional(&self.before_attention, xs)?;
         let over_processes = |own: &Tensor| self.sum(own.clone());
         let sum = self.add(xs, &self.after_attention, |residual| {

@@ -3,6 +3,7 @@
 use candle_core::{Context, DType, Device, Result, Tensor, bail};
 use serde_json::Value;
 
+use super::gpt_oss::Clamp;
 use super::mlp::Mixture;
 
 /// The names that checkpoints have for the same module.
@@ -58,6 +59,10 @@ pub struct Family {
     pub scales_embedding: bool,
     /// The default of `logit_scale`.
     pub logit_scale: f64,
+    /// Whether the residual is several streams, which hyper-connections read and mix.
+    pub has_streams: bool,
+    /// Whether layers attend to compressed keys.
+    pub has_compressed_keys: bool,
 }
 
 /// A norm, and its epsilon if the config has none.
@@ -127,6 +132,8 @@ pub const PRE_NORMS: Norms = Norms::before(
     &["post_attention_layernorm", "feedforward_layer_norm", "ffn_norm", "post_attention_layernorm.norm"],
 );
 const POST_NORMS: Norms = Norms::after(PRE_NORMS.before_mlp, &["post_feedforward_layernorm"]);
+/// The norms of DeepSeek V4.
+const DEEPSEEK_V4_NORMS: Norms = Norms::before(&["attn_norm"], &["ffn_norm"]);
 /// The norm of a block whose attention and MLP share one.
 const SHARED_NORM: Norms = Norms::before(&["input_layernorm"], &[]);
 /// The names of any model in llama.cpp's files.
@@ -149,6 +156,8 @@ pub const LLAMA: Family = Family {
     activation: "silu",
     scales_embedding: false,
     logit_scale: 1.0,
+    has_streams: false,
+    has_compressed_keys: false,
 };
 const GEMMA: Family =
     Family { norm: RmsPlusOne(1e-6), scales_embedding: true, activation: "gelu_pytorch_tanh", ..LLAMA };
@@ -166,13 +175,26 @@ const BLOOM: Family = Family { activation: "gelu_pytorch_tanh", ..GPT_NEOX };
 /// Falcon with two norms, of attention and of the MLP.
 const FALCON_NORMS: Norms = Norms::before(&["ln_attn"], &["ln_mlp"]);
 
-const MIXTRAL: Mixture =
-    Mixture { normalizes: true, scale: 1.0, gates_others: true, has_groups: true, is_clamped: false };
+const MIXTRAL: Mixture = Mixture {
+    normalizes: true,
+    scale: 1.0,
+    gates_others: true,
+    has_groups: true,
+    corrects_by_bias: false,
+    clamp: None,
+};
 const DEEPSEEK_V2: Mixture = Mixture { normalizes: false, ..MIXTRAL };
 /// The experts of Nomic v2.
 pub const NOMIC: Mixture = Mixture { gates_others: false, ..DEEPSEEK_V2 };
 const DEEPSEEK_V3: Mixture = Mixture { scale: 2.5, ..MIXTRAL };
-const MINIMAX_M3: Mixture = Mixture { scale: 2.0, has_groups: false, is_clamped: true, ..MIXTRAL };
+const DEEPSEEK_V4: Mixture = Mixture {
+    scale: 1.5,
+    has_groups: false,
+    corrects_by_bias: true,
+    clamp: Some(Clamp { alpha: 1.0, limit: 10.0, shift: 0.0 }),
+    ..MIXTRAL
+};
+const MINIMAX_M3: Mixture = Mixture { scale: 2.0, has_groups: false, clamp: Some(Clamp::GPT_OSS), ..MIXTRAL };
 
 impl Family {
     /// Returns the family of a `config.json`.
@@ -247,7 +269,14 @@ impl Family {
                 let norms = Norms::before(&["self_attn_layer_norm"], &["final_layer_norm"]);
                 Self { norms, activation: "relu", ..GPT_NEOX }
             }
-            name @ ("deepseek_v4" | "glm5_next_text" | "hy_v4") => bail!(
+            "deepseek_v4" => Self {
+                mlp: Experts(DEEPSEEK_V4),
+                norms: DEEPSEEK_V4_NORMS,
+                has_streams: true,
+                has_compressed_keys: true,
+                ..LLAMA
+            },
+            name @ ("glm5_next_text" | "hy_v4") => bail!(
                 "[causal_lm] model_type is {name:?}, whose residuals are several streams (hyper-connections), which is \
                  not supported"
             ),
@@ -258,10 +287,10 @@ impl Family {
             "" => bail!("[causal_lm] config.json names no model_type"),
             other => bail!(
                 "[causal_lm] model_type is {other:?}, expected one of axk2, bloom, cohere, cohere2, deepseek_v2, \
-                 deepseek_v3, deepseek_v32, dots3_note_text, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, \
-                 glm_moe_dsa, gpt2, gpt_bigcode, gpt_neox, gpt_oss, gptj, granite, kimi_k2, kimi_linear, llama, \
-                 minimax_m3_vl_text, mistral, mistral_large4_text, mixtral, mpt, olmo2, olmo_hybrid, opt, phi, phi3, \
-                 qwen2, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_next, smollm3, stablelm, starcoder2"
+                 deepseek_v3, deepseek_v32, deepseek_v4, dots3_note_text, falcon, gemma, gemma2, gemma3, gemma3_text, \
+                 glm, glm4, glm_moe_dsa, gpt2, gpt_bigcode, gpt_neox, gpt_oss, gptj, granite, kimi_k2, kimi_linear, \
+                 llama, minimax_m3_vl_text, mistral, mistral_large4_text, mixtral, mpt, olmo2, olmo_hybrid, opt, phi, \
+                 phi3, qwen2, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_next, smollm3, stablelm, starcoder2"
             ),
         })
     }

@@ -7,7 +7,8 @@ use serde_json::Value;
 
 use super::gguf::Gguf;
 use super::gpt_oss::Clamp;
-use super::mlp::{Experts, Mixture, Mlp, Router};
+use super::mlp::{Experts, Mixture, Mlp};
+use super::router::Router;
 use super::weights::{INPUTS, OUTPUTS, Sharding, Weights};
 
 /// The weight of the router, below a block.
@@ -22,7 +23,7 @@ pub fn read(mixture: &Mixture, json: &Value, gguf: &Gguf, at: &Weights, activati
         correction = Some(at.get_unchecked_dtype("exp_probs_b.bias", DType::F32)?.reshape(count)?.to_vec1()?);
     }
     // Only the experts of GPT-OSS have biases.
-    let clamp = at.contains_tensor("ffn_down_exps.bias").then(|| Clamp::of(json));
+    let clamp = at.contains_tensor("ffn_down_exps.bias").then(|| Clamp::GPT_OSS.of(json));
     let own = |part: &str, index: usize, sharding: Sharding| -> Result<PackedLinear> {
         gguf.expert(&format!("{}.{part}", at.prefix()), index, at.shard(), sharding)
     };

@@ -14,7 +14,7 @@ use super::weights::{INPUTS, OUTPUTS, Sharding, Weights};
 pub fn experts(json: &Value, all: &Weights, count: usize) -> Result<Vec<Mlp>> {
     let gate_up = Stacked::read(all, "gate_up_proj", Sharding { unit: 2, ..OUTPUTS })?;
     let down = Stacked::read(all, "down_proj", INPUTS)?;
-    let clamp = Clamp::of(json);
+    let clamp = Clamp::GPT_OSS.of(json);
     let mut experts = Vec::with_capacity(count);
     for index in 0..count {
         let own = gate_up.expert(index)?;
@@ -29,15 +29,19 @@ pub fn experts(json: &Value, all: &Weights, count: usize) -> Result<Vec<Mlp>> {
 /// The numbers of a clamped gate.
 #[derive(Clone, Copy)]
 pub struct Clamp {
-    alpha: f64,
-    limit: f64,
+    pub alpha: f64,
+    pub limit: f64,
+    /// The number that is added to `up`.
+    pub shift: f64,
 }
 
 impl Clamp {
-    /// Reads the numbers from a `config.json`.
-    pub fn of(json: &Value) -> Self {
+    pub const GPT_OSS: Self = Self { alpha: 1.702, limit: 7.0, shift: 1.0 };
+
+    /// Reads the numbers from a `config.json`, whose defaults these are.
+    pub fn of(self, json: &Value) -> Self {
         let number = |key: &str, default| json[key].as_f64().unwrap_or(default);
-        Self { alpha: number("swiglu_alpha", 1.702), limit: number("swiglu_limit", 7.0) }
+        Self { alpha: number("swiglu_alpha", self.alpha), limit: number("swiglu_limit", self.limit), ..self }
     }
 
     /// Makes an MLP of its projections.
@@ -60,8 +64,8 @@ impl Expert {
     }
 }
 
-/// The gated unit `gate * sigmoid(alpha * gate) * (up + 1)`, where `gate` is at most `limit`, and `up` between `-limit`
-/// and `limit`.
+/// The gated unit `gate * sigmoid(alpha * gate) * (up + shift)`, where `gate` is at most `limit`, and `up` between
+/// `-limit` and `limit`.
 struct ClampedGlu {
     gate: PackedLinear,
     up: PackedLinear,
@@ -70,11 +74,11 @@ struct ClampedGlu {
 
 impl Module for ClampedGlu {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let Clamp { alpha, limit } = self.clamp;
+        let Clamp { alpha, limit, shift } = self.clamp;
         let gate = self.gate.forward(xs)?.minimum(limit)?;
         let up = self.up.forward(xs)?.clamp(-limit, limit)?;
         let sigmoid = ops::sigmoid(&(&gate * alpha)?)?;
-        (gate * sigmoid)? * (up + 1.0)?
+        (gate * sigmoid)? * (up + shift)?
     }
 }
 

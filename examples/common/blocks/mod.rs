@@ -1,9 +1,9 @@
 //! Blocks of attention and an MLP, of decoders and of encoders.
 //!
-//! Attention is `hf::load_attention`, `hf::load_latent_attention` or `hf::load_linear_attention`: projections, rotary
-//! positions, norms of queries and keys, windows, grouped heads and the cache are part of the layer. The other parts of
-//! a block are here; [`Family`](family::Family) has the differences between families. Biases are loaded if the
-//! checkpoint has them.
+//! Attention is `hf::load_attention`, `hf::load_latent_attention`, `hf::load_compressed_key_attention` or
+//! `hf::load_linear_attention`: projections, rotary positions, norms of queries and keys, windows, grouped heads and
+//! the cache are part of the layer. The other parts of a block are here; [`Family`](family::Family) has the differences
+//! between families. Biases are loaded if the checkpoint has them.
 #![allow(dead_code, reason = "each program uses a part")]
 
 pub mod attention;
@@ -12,8 +12,10 @@ pub mod family;
 pub mod gguf;
 mod gguf_experts;
 mod gpt_oss;
+mod hyper_connections;
 mod mlp;
 mod nomic;
+mod router;
 pub mod weights;
 
 use candle_attention::{AttentionMask, MultiHeadAttention, RopeConfig};
@@ -22,11 +24,17 @@ use candle_core::{Result, Tensor, bail};
 use attention::{Attention, Input};
 use block::Block;
 pub use block::{Loader, Norm, optional};
+use hyper_connections::StreamSum;
+use router::TokenIds;
 use weights::Weights;
 
 /// The blocks of a model, one after the other.
 pub struct Blocks {
     blocks: Vec<Block>,
+    /// The sum of the streams after the last block, if the residual is several streams.
+    streams: Option<StreamSum>,
+    /// The ids of a call's tokens, from which some experts follow.
+    ids: TokenIds,
     /// The width E of hidden states.
     pub width: usize,
 }
@@ -50,7 +58,12 @@ impl Blocks {
             blocks.push(loader.block(layer, at.pp(layer))?);
             loaded(layer + 1, layers);
         }
-        Ok(Self { blocks, width: loader.width })
+        Ok(Self { blocks, streams: loader.streams(inner)?, ids: loader.ids.clone(), width: loader.width })
+    }
+
+    /// Keeps the ids of the tokens of the next call, from which some experts follow.
+    pub fn note_ids(&self, ids: &Tensor) -> Result<()> {
+        self.ids.note(ids)
     }
 
     /// Computes hidden states of embeddings, both (B, T, E). `attend` computes the output of a layer, given its number
@@ -60,19 +73,33 @@ impl Blocks {
         mut xs: Tensor,
         mut attend: impl FnMut(usize, &Attention, Input) -> Result<Tensor>,
     ) -> Result<Tensor> {
+        if let Some(streams) = &self.streams {
+            xs = streams.spread(&xs)?;
+        }
         for (layer, block) in self.blocks.iter().enumerate() {
             xs = block.forward(&xs, |attention, input| attend(layer, attention, input))?;
         }
-        Ok(xs)
+        match &self.streams {
+            Some(streams) => streams.forward(&xs),
+            None => Ok(xs),
+        }
     }
 
     /// Returns the input of a layer's attention for embeddings, both (B, T, E), without a cache; the mask is that of
     /// the padding.
     pub fn attention_input(&self, mut xs: Tensor, mask: &AttentionMask, layer: usize) -> Result<Tensor> {
+        if let Some(streams) = &self.streams {
+            xs = streams.spread(&xs)?;
+        }
         for block in &self.blocks[..layer] {
             xs = block.forward(&xs, |attention, input| attention.forward(input.with_mask(mask)))?;
         }
-        optional(&self.blocks[layer].before_attention, &xs)
+        self.blocks[layer].attention_input(&xs)
+    }
+
+    /// Returns whether the residual is several streams.
+    pub fn has_streams(&self) -> bool {
+        self.streams.is_some()
     }
 
     /// Returns the number of blocks.
@@ -89,7 +116,7 @@ impl Blocks {
     pub fn attention(&self, layer: usize) -> Option<&MultiHeadAttention> {
         match self.attentions().nth(layer)? {
             Attention::MultiHead(attention) => Some(attention),
-            Attention::Latent(..) | Attention::Linear(_) => None,
+            Attention::Latent(..) | Attention::Compressed(_) | Attention::Linear(_) => None,
         }
     }
 
@@ -104,7 +131,7 @@ impl Blocks {
         self.ropes().any(|rope| rope.frequencies_differ(earlier, len))
     }
 
-    /// Returns the layers of softmax attention, which have attention weights.
+    /// Returns the layers of softmax attention.
     pub fn softmax_attentions(&self) -> impl Iterator<Item = &Attention> {
         self.attentions().filter(|attention| !attention.is_linear())
     }
