@@ -356,6 +356,21 @@ fn pages_of_latents_whose_indexer_chooses_keys_match_sequences_alone() -> Result
     check_model(&model, None, 1e-5)
 }
 
+/// Checks both scores of blocks, with keys in floats and in codes.
+#[test]
+fn pages_of_keys_whose_blocks_an_indexer_chooses_match_sequences_alone() -> Result<()> {
+    let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-6 };
+    for scores in [BlockScores::LargestKey, BlockScores::MeanKey] {
+        let local_blocks = usize::from(scores == BlockScores::LargestKey);
+        let own = BlockIndexerConfig { num_heads: 2, head_dim: 9, block: 4, top_blocks: 3, local_blocks, norm, scores };
+        for cache in [AttentionCacheConfig::new(), AttentionCacheConfig::new().with_q8()] {
+            let model = Model::new(&[rotated().with_indexer(own).into()], cache)?;
+            check_model(&model, None, 1e-5)?;
+        }
+    }
+    Ok(())
+}
+
 fn linear() -> GatedDeltaNetConfig {
     GatedDeltaNetConfig::new(EMBED_DIM, 4).with_num_key_heads(2).with_key_head_dim(6).with_value_head_dim(5)
 }

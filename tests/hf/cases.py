@@ -148,6 +148,41 @@ MINIMAX_M3 = {
     "index_block_size": 2,
     "index_topk_blocks": 3,
 }
+QWEN4 = {
+    "head_dim": 12,
+    "layer_types": ["indexed_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.67, "mrope_section": [2, 1, 1]},
+    "indexer_n_heads": 12,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 10,
+    "indexer_budget": 6,
+    "indexer_compress_ratio": 2,
+    "hc_lowrank": 4,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
+BAILING = {
+    "layer_types": ["full_attention"],
+    "mlp_layer_types": ["dense"],
+    "q_lora_rank": None,
+    "head_dim": 4,
+    "num_mtp_layers": 0,
+}
+LONGCAT = {
+    "num_layers": 1,
+    "ffn_hidden_size": 24,
+    "n_routed_experts": 2,
+    "zero_expert_num": 1,
+    "moe_topk": 2,
+    "expert_ffn_hidden_size": 8,
+    "head_dim": 4,
+}
 GLM5_NEXT = {
     "layer_types": ["indexed_attention"],
     "qk_rope_head_dim": 0,
@@ -447,6 +482,14 @@ CASES = {
     ),
     # A layer with an indexer, and one with a window.
     "dots3_note": decoder("dots3_note_text", DEEPSEEK, INDEXER, DOTS3, auto_class=AutoModel),
+    # Three blocks of two keys, and the keys after the last block.
+    "qwen4_exp": decoder("qwen4_exp_text", ONE_LAYER, QWEN4, auto_class=AutoModel),
+    "qwen4_exp_image": decoder("qwen4_exp_text", ONE_LAYER, QWEN4, auto_class=AutoModel, inputs=beside_an_image),
+    "bailing_hybrid": decoder("bailing_hybrid", ONE_LAYER, DEEPSEEK, BAILING),
+    # Two attentions in a layer, which are recorded as layers.
+    "longcat_flash": decoder(
+        "longcat_flash", DEEPSEEK, LONGCAT, layers="layers.0.self_attn", attention="", out_proj="o_proj"
+    ),
     # Pools of two keys.
     "glm5_next": decoder("glm5_next_text", ONE_LAYER, DEEPSEEK, INDEXER, GLM5_NEXT, auto_class=AutoModel),
     "bert": encoder("bert", **BERT),

@@ -165,7 +165,11 @@ fn hf_layer_shards_sum_to_whole_layer() -> Result<()> {
         let Ok(cfg) = hf::attention_config(&model.config, 0) else { continue };
         let spans =
             cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection) || cfg.output_norm().is_some();
-        if cfg.num_heads() % 2 > 0 || (cfg.num_kv_heads() % 2 > 0 && cfg.num_kv_heads() > 1) || spans {
+        if cfg.indexer().is_some()
+            || cfg.num_heads() % 2 > 0
+            || (cfg.num_kv_heads() % 2 > 0 && cfg.num_kv_heads() > 1)
+            || spans
+        {
             continue;
         }
         let vb = crate::common::sharded(&model.weights)?;

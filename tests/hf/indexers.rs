@@ -1,12 +1,12 @@
 //! Attention to the keys that an indexer chooses, in calls with a cache and with padding.
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, IndexerConfig, MultiHeadAttention,
-    MultiHeadLatentAttention, PackedSequences, hf,
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, IndexerConfig, KvPool, KvPoolConfig,
+    MultiHeadAttention, MultiHeadLatentAttention, PackedSequences, PageTable, hf,
 };
 use candle_core::{DType, Result, Tensor};
 
-use crate::Model;
+use crate::{DEVICE, Model};
 
 /// A layer of a model.
 struct Place {
@@ -19,7 +19,7 @@ const fn place(model: &'static str, layer: usize) -> Place {
 }
 
 /// The layers whose indexers choose few of the keys of each query, and one that has a window in a model of such.
-const PLACES: [Place; 10] = [
+const PLACES: [Place; 11] = [
     place("deepseek_v32", 0),
     place("glm_moe_dsa", 0),
     place("axk2", 0),
@@ -30,6 +30,7 @@ const PLACES: [Place; 10] = [
     place("dots3_note", 1),
     place("glm5_next", 0),
     place("minimax_m3", 1),
+    place("qwen4_exp", 0),
 ];
 
 #[derive(Clone)]
@@ -52,6 +53,15 @@ impl Layer {
             Self::Latent(own) => Self::Latent(own.freeze()?),
             Self::MultiHead(own) => Self::MultiHead(own.freeze()?),
         })
+    }
+
+    /// Makes a pool for the pages of a table.
+    fn pool(&self, table: &PageTable) -> Result<KvPool> {
+        let config = match self {
+            Self::Latent(own) => KvPoolConfig::for_latent_layer(own.config(), table),
+            Self::MultiHead(own) => KvPoolConfig::for_layer(own.config(), table),
+        };
+        KvPool::new(&config, &DEVICE)
     }
 
     fn num_heads(&self) -> usize {
@@ -106,6 +116,36 @@ fn indexer_with_cache_in_chunks_matches_transformers() -> Result<()> {
                 }
             }
         }
+    }
+    Ok(())
+}
+
+/// The numbers of tokens of the steps in which two sequences are stored in pages, whose sum is that of the recorded
+/// inputs.
+const STEPS: [[usize; 2]; 4] = [[5, 0], [1, 7], [6, 1], [1, 5]];
+
+/// Returns the rows of (2, T, E) of a step's tokens, (total, E), after `before` tokens of each sequence.
+fn rows_of_step(tensor: &Tensor, before: [usize; 2], tokens: [usize; 2]) -> Result<Tensor> {
+    let own = |s: usize| tensor.get(s)?.narrow(0, before[s], tokens[s]);
+    Tensor::cat(&[own(0)?, own(1)?], 0)
+}
+
+#[test]
+fn indexer_in_pages_matches_transformers() -> Result<()> {
+    for Recorded { model, layer, xs, ys } in recorded()? {
+        let mut table = PageTable::new(2, 16)?;
+        let pool = layer.pool(&table)?;
+        let sequences = [table.add(), table.add()];
+        let mut before = [0, 0];
+        for tokens in STEPS {
+            let step = table.step(&[sequences[0].tokens(tokens[0]), sequences[1].tokens(tokens[1])])?;
+            let rows = rows_of_step(&xs, before, tokens)?;
+            let found = layer.forward_with(AttentionInput::new(&rows).with_pages(&pool, &step))?;
+            model.assert_close(&found, &rows_of_step(&ys, before, tokens)?, &format!("{tokens:?} after {before:?}"));
+            step.commit();
+            before = [before[0] + tokens[0], before[1] + tokens[1]];
+        }
+        assert_eq!(before, [xs.dim(1)?; 2]);
     }
     Ok(())
 }
@@ -184,16 +224,61 @@ fn indexer_of_other_sizes_or_inputs_is_an_error() -> Result<()> {
     Ok(())
 }
 
+/// The models of which a layer may attend to the keys that another chose.
+const SHARING: [&str; 2] = ["glm_moe_dsa", "hy_v4"];
+
+/// Returns the first layer of a model by a config that says whether the layer has an indexer.
+fn by_indexer_type(model: &Model, kind: &str) -> Result<MultiHeadLatentAttention> {
+    let mut config = model.config.clone();
+    config["indexer_types"] = serde_json::json!([kind]);
+    hf::load_latent_attention(&config, 0, model.vb())
+}
+
+#[test]
+fn layer_with_shared_choice_in_pages_matches_transformers() -> Result<()> {
+    for name in SHARING {
+        let model = Model::named(name);
+        let (choosing, sharing) = (by_indexer_type(&model, "full")?, by_indexer_type(&model, "shared")?);
+        let (xs, ys) = (&model.golden["layer0.in"], &model.golden["layer0.out"]);
+        let mut table = PageTable::new(2, 16)?;
+        let pool = |layer: &MultiHeadLatentAttention| {
+            KvPool::new(&KvPoolConfig::for_latent_layer(layer.config(), &table), &DEVICE)
+        };
+        let (first, second) = (pool(&choosing)?, pool(&sharing)?);
+        let sequences = [table.add(), table.add()];
+        let mut before = [0, 0];
+        for tokens in STEPS {
+            let step = table.step(&[sequences[0].tokens(tokens[0]), sequences[1].tokens(tokens[1])])?;
+            let rows = rows_of_step(xs, before, tokens)?;
+            let expected = rows_of_step(ys, before, tokens)?;
+            let made = choosing.forward_with_choice(AttentionInput::new(&rows).with_pages(&first, &step))?;
+            model.assert_close(&made.output, &expected, "the layer that chooses");
+            let own = || AttentionInput::new(&rows).with_pages(&second, &step);
+            let found = sharing.forward_with_choice(own().with_chosen_keys(&made.chosen))?;
+            model.assert_close(&found.output, &expected, &format!("{tokens:?} after {before:?}"));
+            let again = sharing.forward_with(own().with_chosen_keys(&found.chosen))?;
+            model.assert_close(&again, &expected, "the choice that was passed on");
+
+            let without_pages = choosing.forward_with_choice(xs)?.chosen;
+            let error = sharing.forward_with(own().with_chosen_keys(&without_pages)).expect_err("another call");
+            let text = "the keys were chosen in a call without pages, expected a call with pages of 2 sequences";
+            assert!(error.to_string().contains(text), "{error}");
+            let error = sharing.forward_with(AttentionInput::new(xs).with_chosen_keys(&made.chosen));
+            let text = "the keys were chosen in a call with pages of 2 sequences, expected a call without pages";
+            assert!(error.expect_err("another call").to_string().contains(text));
+            step.commit();
+            before = [before[0] + tokens[0], before[1] + tokens[1]];
+        }
+    }
+    Ok(())
+}
+
 /// Compares a layer that attends to the keys that another chose with the other layer, where both have the same weights.
 #[test]
 fn layer_with_shared_choice_attends_to_the_keys_of_the_layer_that_chose() -> Result<()> {
-    for name in ["glm_moe_dsa", "hy_v4"] {
+    for name in SHARING {
         let model = Model::named(name);
-        let mut config = model.config.clone();
-        config["indexer_types"] = serde_json::json!(["full"]);
-        let choosing = hf::load_latent_attention(&config, 0, model.vb())?;
-        config["indexer_types"] = serde_json::json!(["shared"]);
-        let sharing = hf::load_latent_attention(&config, 0, model.vb())?;
+        let (choosing, sharing) = (by_indexer_type(&model, "full")?, by_indexer_type(&model, "shared")?);
         assert!(sharing.config().shared_choice() && sharing.config().indexer().is_none());
         let (xs, ys) = (&model.golden["layer0.in"], &model.golden["layer0.out"]);
         let found = choosing.forward_with_choice(xs)?;
@@ -221,7 +306,7 @@ fn layer_with_shared_choice_attends_to_the_keys_of_the_layer_that_chose() -> Res
 #[test]
 fn cache_that_drops_keys_with_indexer_of_blocks_is_an_error() -> Result<()> {
     for Recorded { model, layer, xs, .. } in recorded()? {
-        if !["glm5_next", "minimax_m3"].contains(&model.name.as_str()) {
+        if !["glm5_next", "minimax_m3", "qwen4_exp"].contains(&model.name.as_str()) {
             continue;
         }
         let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_window(4))?;

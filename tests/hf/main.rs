@@ -33,6 +33,7 @@ const TOLERANCE: f64 = 1e-5;
 /// The architectures whose attention is latent.
 const LATENT: &[&str] = &[
     "axk2",
+    "bailing_hybrid",
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
@@ -40,6 +41,7 @@ const LATENT: &[&str] = &[
     "glm5_next_text",
     "glm_moe_dsa",
     "hy_v4",
+    "longcat_flash",
     "mistral_large4_text",
 ];
 

@@ -181,7 +181,7 @@ def is_attention(key, without_decoder):
     if re.search(r"rel_embeddings|encoder\.LayerNorm|(rotary_emb|lerope)\.alpha", key):
         return True
     return re.search(r"att|Wqkv|Attention", key, re.IGNORECASE) and not re.search(
-        r"ln_attn|att\w*(?<!sub_)norm\.|LayerNorm|hc_attn", key
+        r"ln_attn|att\w*(?<!sub_)norm\.|LayerNorm|hc_attn|hyper_connection", key
     )
 
 

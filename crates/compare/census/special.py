@@ -156,6 +156,7 @@ CONFIGS = {
     "table-transformer": RESNET,
     "dinov3_vit": {"num_register_tokens": 3},
     "helium": {"head_dim": 8},
+    "longcat_flash": {"head_dim": 4, "qk_head_dim": 10, "zero_expert_num": 1},
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"],
         "num_attention_heads_per_layer": [6, 4],
@@ -230,7 +231,7 @@ LINEAR = {"linear_num_value_heads": 6, "linear_num_key_heads": 3, "linear_key_he
 for _name in "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text".split():
     CONFIGS[_name] = LINEAR
 CONFIGS["qwen4_exp_text"] = LINEAR | {
-    "output_gate_type": "sigmoid", "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+    "output_gate_type": "sigmoid", "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 18,
     "indexer_budget": 4, "indexer_compress_ratio": 2, "hc_lowrank": 4,
 }
 
@@ -251,6 +252,7 @@ SECTIONS = {
     "qwen3_omni_moe_text": [2, 1, 1],
     "qwen3_vl_moe_text": [4, 2, 2],
     "qwen3_vl_text": [4, 2, 2],
+    "qwen4_exp_text": [4, 2, 2],
 }
 # Parts of wide heads.
 PARTS = {"qwen3_5_text": 0.5, "qwen3_5_moe_text": 0.5, "glm4v_moe_text": 1.0}

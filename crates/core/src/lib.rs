@@ -45,7 +45,7 @@ pub mod internal {
 
 pub use cache::{AttentionCache, AttentionCacheConfig};
 pub use candle_attention_call::KvCodeFormat;
-pub use config::{BlockIndexerConfig, KvSharing, LocalWindow, MultiHeadAttentionConfig};
+pub use config::{BlockIndexerConfig, BlockScores, KvSharing, LocalWindow, MultiHeadAttentionConfig};
 pub use layer::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, ChosenKeys, CompressedKeyAttention,
     CompressedKeyAttentionConfig, CompressedKeyCache, CompressedKeyIndexerConfig, CompressedKeyInput, IndexerConfig,

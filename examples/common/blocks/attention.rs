@@ -239,16 +239,9 @@ impl Attention {
             Self::Compressed(_) => {
                 bail!("[pages] layer {layer} of the model attends to compressed keys, which have no pages")
             }
-            Self::Latent(attention, _) if attention.config().shared_choice() => bail!(
-                "[pages] layer {layer} of the model attends to the keys that an earlier layer chose, which is not \
-                 supported with pages"
-            ),
             Self::Latent(attention, _) => KvPoolConfig::for_latent_layer(attention.config(), table),
             Self::MultiHead(attention) => {
                 let cfg = attention.config();
-                if cfg.indexer().is_some() {
-                    bail!("[pages] layer {layer} of the model has an indexer, whose keys have no pages")
-                }
                 if cfg.content_positions().is_some() {
                     bail!(
                         "[pages] layer {layer} of the model has content-based relative positions, which are not \

@@ -219,7 +219,7 @@ impl<'a> Entry<'a> {
         }
     }
 
-    /// Refuses a layer whose attention is linear, or of a kind that is not supported.
+    /// Refuses a layer whose attention is linear.
     fn refuse_linear(&self, fields: &Fields) -> Result<()> {
         let Some(linear) = self.family.linear else { return Ok(()) };
         if linear.is_in(fields)? {
@@ -229,10 +229,7 @@ impl<'a> Entry<'a> {
                 fields.layer
             ));
         }
-        match self.family.unsupported {
-            Some(kind) => fields.fail(format!("layer {} has {kind}, which is not supported", fields.layer)),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// Returns the earlier layer whose keys and values a layer reads.
@@ -242,9 +239,10 @@ impl<'a> Entry<'a> {
 
     /// Returns the numbers that take the place of `{}` in the names of a layer.
     pub fn numbers(&self, layer: usize) -> Result<Vec<usize>> {
-        match &self.family.stages {
-            Some(stages) => Ok(stages.place(&self.fields(layer)?)?.to_vec()),
-            None => Ok(vec![layer]),
+        match (&self.family.stages, self.family.attentions_of_layer) {
+            (Some(stages), _) => Ok(stages.place(&self.fields(layer)?)?.to_vec()),
+            (None, 1) => Ok(vec![layer]),
+            (None, of_layer) => Ok(vec![layer / of_layer, layer % of_layer]),
         }
     }
 
@@ -282,9 +280,10 @@ impl<'a> Entry<'a> {
         } else {
             size_names.layers
         };
-        let layers = self.size(&fields, name, default_sizes.layers)?;
+        let of_model = self.size(&fields, name, default_sizes.layers)?;
+        let layers = of_model.saturating_mul(self.family.attentions_of_layer);
         if layer >= layers {
-            return fields.fail(format!("there is no layer {layer}, {} is {layers}", size_names.layers));
+            return fields.fail(format!("there is no layer {layer}, {} is {of_model}", size_names.layers));
         }
         fields.of(layer, layers)
     }

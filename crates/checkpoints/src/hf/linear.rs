@@ -37,6 +37,9 @@ const LINEAR_ATTN: ModuleNames = at(MODEL, "layers.{}.linear_attn", WeightLayout
 const SELF_ATTN: ModuleNames = at(MODEL, "layers.{}.self_attn", WeightLayout::Canonical);
 const ATTENTION: ModuleNames = at(MODEL, "layers.{}.attention", WeightLayout::Canonical);
 
+/// The kinds of layers with softmax attention. The last one is a name of Qwen 4's in older versions of transformers.
+const OTHERS: [&str; 3] = ["full_attention", "indexed_attention", "qwen_sparse_attention"];
+
 impl Linear {
     pub const QWEN3_NEXT: Self =
         Self { layers: but_last_of_four, config: qwen, names: LINEAR_ATTN, layout: DeltaLayout::Qwen3Next };
@@ -51,7 +54,7 @@ impl Linear {
     pub fn is_in(&self, fields: &Fields) -> Result<bool> {
         match fields.of_layer("layer_types")? {
             Some(kind) if kind == "linear_attention" => Ok(true),
-            Some(kind) if kind == "full_attention" || kind == "indexed_attention" => Ok(false),
+            Some(kind) if OTHERS.iter().any(|known| kind == known) => Ok(false),
             Some(kind) => fields.fail(format!(
                 "layer_types has {kind} for layer {}, expected \"full_attention\" or \"linear_attention\"",
                 fields.layer

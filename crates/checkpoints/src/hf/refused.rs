@@ -59,7 +59,6 @@ const MISSING: &[Refused] = &[
         "idefics_perciever", "muse_glimmer_assistant", "perceiver",
     ]),
     of("keys and values of another model", &["gemma4_assistant"]),
-    of("keys chosen in blocks by an indexer that scores the mean of each block", &["qwen4_exp_text"]),
     of("keys of a coarser grid", &["efficientloftr", "hiera", "sam2_hiera_det_model"]),
     of("keys of a neighbourhood in an image", &["dinat"]),
     of("keys sampled at learned positions", &[
@@ -68,7 +67,6 @@ const MISSING: &[Refused] = &[
         "rt_detr", "rt_detr_v2",
     ]),
     of("latent attention whose queries are scaled by position", &["mistral4"]),
-    of("latent attention with a gate", &["bailing_hybrid"]),
     of("models of the package timm", &["gemma3n_vision", "timm_backbone"]),
     of("n-grams that are predicted together", &["prophetnet"]),
     of("layers that a list of their kinds counts", &["superglue"]),
@@ -92,7 +90,6 @@ const MISSING: &[Refused] = &[
         "timesformer",
     ]),
     of("rows of queries, values and keys in four groups", &["codegen"]),
-    of("two latent attentions in a layer, with a scale of the latents", &["longcat_flash"]),
 ];
 
 /// Model types whose models have no softmax attention.
@@ -161,16 +158,13 @@ const NOT_COMPARED: &[&str] = &[
 #[cfg(test)]
 mod tests {
     use super::super::entry::model_types;
-    use super::super::families::families;
     use super::*;
 
     #[test]
     fn refused_model_types_are_listed_once_and_have_no_row() {
-        // Rows of linear attention among layers of softmax attention that is refused.
-        let has_softmax = |name: &&str| families().any(|row| row.model_type == *name && row.unsupported.is_none());
         let missing = MISSING.iter().flat_map(|refused| refused.model_types);
         let refused = missing.chain(NO_SOFTMAX).chain(COMBINED).chain(NAMES_ALONE).chain(NOT_COMPARED).copied();
-        let mut listed: Vec<_> = refused.chain(model_types().filter(has_softmax)).collect();
+        let mut listed: Vec<_> = refused.chain(model_types()).collect();
         listed.sort_unstable();
         let twice: Vec<_> = listed.windows(2).filter(|pair| pair[0] == pair[1]).collect();
         assert!(twice.is_empty(), "listed twice: {twice:?}");

@@ -1,7 +1,7 @@
 //! Rules of single families, for what no column of the table describes. Rules for heads and widths are in `shapes`.
 
 use candle_attention_core::{
-    AlibiConfig, AttentionTemperature, BlockIndexerConfig, MultiHeadAttentionConfig as Config, RopeAxes,
+    AlibiConfig, AttentionTemperature, BlockIndexerConfig, BlockScores, MultiHeadAttentionConfig as Config, RopeAxes,
     RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle,
 };
 use candle_attention_modules::gate::{GateActivation, GateLayout, GateScope, OutputGate};
@@ -174,6 +174,29 @@ pub(super) fn minimax_indexer(fields: &Fields, cfg: Config) -> Result<Config> {
         top_blocks: size("sparse_topk_blocks", "index_topk_blocks", 16)?,
         local_blocks,
         norm,
+        scores: BlockScores::LargestKey,
+    }))
+}
+
+/// Reads the indexer of a Qwen 4 layer, whose sizes have no defaults.
+pub(super) fn qwen4_indexer(fields: &Fields, cfg: Config) -> Result<Config> {
+    let Some(norm) = cfg.qk_norm() else { return Ok(cfg) };
+    fields.only("indexer_kv_heads", 1)?;
+    let block: usize = fields.required("indexer_compress_ratio")?;
+    let budget: usize = fields.required("indexer_budget")?;
+    if block == 0 || !budget.is_multiple_of(block) {
+        return fields.fail(format!(
+            "indexer_budget is {budget}, expected a multiple of indexer_compress_ratio, which is {block}"
+        ));
+    }
+    Ok(cfg.with_indexer(BlockIndexerConfig {
+        num_heads: fields.required("indexer_n_heads")?,
+        head_dim: fields.required("indexer_head_dim")?,
+        block,
+        top_blocks: budget / block,
+        local_blocks: 0,
+        norm,
+        scores: BlockScores::MeanKey,
     }))
 }
 

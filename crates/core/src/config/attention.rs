@@ -161,6 +161,17 @@ impl MultiHeadAttentionConfig {
         self.indexer
     }
 
+    /// Returns the number of entries of each head that rotate.
+    pub(crate) fn rotary_dim(&self) -> usize {
+        self.rope().map_or(0, |rope| rope.rotary_dim(self.head_dim()))
+    }
+
+    /// Returns the number of entries of the indexer's keys that a cache or a pool stores after each key.
+    pub(crate) fn index_columns(&self) -> usize {
+        let width = self.indexer.map_or(0, |indexer| indexer.stored_width(self.rotary_dim()));
+        width.div_ceil(self.num_kv_heads())
+    }
+
     /// Returns the factor on q kᵀ that was set. Without one, it is `1 / sqrt(head_dim)`.
     pub fn scale(&self) -> Option<f64> {
         self.scale

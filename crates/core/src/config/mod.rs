@@ -6,7 +6,7 @@ mod projections;
 mod stored;
 mod validate;
 
-pub use block_indexer::BlockIndexerConfig;
+pub use block_indexer::{BlockIndexerConfig, BlockScores};
 pub(crate) use stored::synonyms;
 
 use serde::{Deserialize, Serialize};

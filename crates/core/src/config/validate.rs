@@ -26,8 +26,7 @@ impl MultiHeadAttentionConfig {
             rope.validate(self.head_dim())?;
         }
         if let Some(indexer) = &self.indexer {
-            let rotary_dim = self.rope.as_ref().map_or(0, |rope| rope.rotary_dim(self.head_dim()));
-            indexer.validate(self.num_kv_heads(), rotary_dim)?;
+            indexer.validate(self.num_kv_heads(), self.rotary_dim())?;
             if self.kv_sharing != KvSharing::None || self.appended_keys() > 0 {
                 bail!("[{OP}] the layer has an indexer, expected keys and values of its own and no appended keys")
             }

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
 
-use super::indexer::{BlockIndexer, KeyIndexer};
+use super::indexer::{BlockIndexer, KeyIndexer, MeanBlockIndexer};
 use super::shard::{self, LayerNorms};
 use super::{MultiHeadAttention, OP};
-use crate::config::{LocalWindow, MultiHeadAttentionConfig};
+use crate::config::{BlockScores, LocalWindow, MultiHeadAttentionConfig};
 use crate::mask::AttentionMask;
 use crate::params::{WeightLayout, load_projections, projection_shape};
 use crate::position::{RotaryEmbedding, alibi};
@@ -157,7 +157,10 @@ fn indexer(cfg: &MultiHeadAttentionConfig, source: &ParameterReader) -> Result<O
     if source.shard.world_size() > 1 {
         bail!("[{OP}] the layer has an indexer, which is not sharded, expected a world size of 1")
     }
-    Ok(Some(Arc::new(BlockIndexer::load(own, cfg.embed_dim(), source)?)))
+    Ok(Some(match own.scores {
+        BlockScores::LargestKey => Arc::new(BlockIndexer::load(own, cfg.embed_dim(), source)?),
+        BlockScores::MeanKey => Arc::new(MeanBlockIndexer::load(own, cfg, source)?),
+    }))
 }
 
 /// Returns the mask that a layer's config describes.

@@ -8,8 +8,9 @@ use super::indexer::{IndexQueries, IndexedTokens, KeyIndexer};
 use super::input::{AttentionInput, KeysFrom};
 use super::{MultiHeadAttention, OP};
 use crate::cache::{CachedCall, KeyChoice, KvFloats};
-use crate::mask::AttentionMask;
-use crate::position::Rotation;
+use crate::mask::{AttentionMask, KeyLists, SequenceLists};
+use crate::pages::PagedKeys;
+use crate::position::{Rotation, ScoreArguments};
 use candle_attention_modules::base::part;
 
 /// The queries and keys of an indexer in one call.
@@ -42,9 +43,9 @@ impl MultiHeadAttention {
             KeysFrom::Own | KeysFrom::Cache(_) if input.packed.is_some() => "packed sequences were",
             KeysFrom::Own | KeysFrom::Cache(_) if input.sink_window().is_some() => "a cache with sink tokens was",
             KeysFrom::Cache(cache) if cache.config().window().is_some() => "a cache that drops keys was",
-            KeysFrom::Own | KeysFrom::Cache(_) => return Ok(()),
+            KeysFrom::Own | KeysFrom::Cache(_) | KeysFrom::Pages => return Ok(()),
             KeysFrom::Cross { .. } | KeysFrom::Memory(_) => "keys and values of other inputs were",
-            KeysFrom::Pages | KeysFrom::EarlierPages => "pages were",
+            KeysFrom::EarlierPages => "pages of an earlier layer were",
             KeysFrom::EarlierLayer(_) => "a cache of an earlier layer was",
         };
         bail!("[{OP}] {unsupported} given to a layer with an indexer, expected self-attention of a batch")
@@ -69,6 +70,44 @@ impl IndexedCall {
         }
         let by_head = own.reshape((b, t, h_kv, columns))?.transpose(1, 2)?.contiguous()?;
         Tensor::cat(&[&keys.contiguous()?, &by_head], 3)
+    }
+
+    /// Chooses the keys of each sequence of a step whose rows are written, for a layer whose keys have width `d`.
+    /// Since kernels read whole rows of a pool, queries are extended with zeros, which do not change the scores.
+    pub fn choose_in_pages(
+        self,
+        arguments: &mut ScoreArguments,
+        pages: PagedKeys,
+        h_kv: usize,
+        d: usize,
+    ) -> Result<()> {
+        let width = self.module.key_width();
+        let columns = width.div_ceil(h_kv);
+        let sequences = pages.step.sequences();
+        let mut all = Vec::with_capacity(sequences.len());
+        for s in 0..sequences.len() {
+            let of_sequence = sequences.queries(s);
+            let t_q = of_sequence.len();
+            let mut lists = None;
+            if t_q > 0 {
+                let rows = pages.columns_of(s, d)?;
+                let joined = rows.transpose(1, 2)?.contiguous()?.reshape((1, rows.dim(2)?, h_kv * columns))?;
+                let keys = part(&joined, 2, 0..width)?.contiguous()?;
+                let own = self.queries.of_tokens(of_sequence)?;
+                lists = self.module.choose(&own, &keys, &arguments.mask.of_sequences(&[s]))?;
+            }
+            all.push(SequenceLists { lists, t_q, t_kv: sequences.keys(s).end });
+        }
+        if let Some(lists) = KeyLists::of_packed(&all)? {
+            arguments.mask = std::mem::take(&mut arguments.mask).with_key_lists(&lists);
+        }
+        if arguments.options.scale.is_none() {
+            arguments.options.scale = Some(1.0 / (d as f64).sqrt());
+        }
+        // In the order of q's memory, (B, T, H, D).
+        let by_token = arguments.q.transpose(1, 2)?.contiguous()?;
+        arguments.q = by_token.pad_with_zeros(3, 0, columns)?.transpose(1, 2)?;
+        Ok(())
     }
 
     /// Sets how a call with a cache chooses keys, from rows of heads of width `d`.

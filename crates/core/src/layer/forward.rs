@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
+use super::chosen_keys::IndexedCall;
 use super::heads::{ProjectedHeads, split_heads};
 use super::input::{AttentionInput, KeysFrom};
 use super::latent::LatentPages;
@@ -139,7 +140,7 @@ impl MultiHeadAttention {
             )
         }
         if let Some(pages) = input.pages {
-            pages.check_sizes("the pool's", self.kv_sizes())?;
+            pages.check_sizes("the pool's", self.stored_sizes())?;
         }
         if let Some(earlier) = input.shared_pages {
             earlier.check_written(self.kv_sizes())?;
@@ -183,7 +184,7 @@ impl MultiHeadAttention {
                 self.modify_for_cache(&mut arguments, input, &checked, cache)?;
                 AttendedKeys::Cached(cached)
             }
-            KeysFrom::Pages | KeysFrom::EarlierPages => self.prepare_pages(&mut arguments, kv, input)?,
+            KeysFrom::Pages | KeysFrom::EarlierPages => self.prepare_pages(&mut arguments, kv, indexed, input)?,
             KeysFrom::Own | KeysFrom::Cross { .. } | KeysFrom::Memory(_) => {
                 if let Some(indexed) = indexed {
                     arguments.mask = indexed.choose(arguments.mask)?;
@@ -270,11 +271,18 @@ impl MultiHeadAttention {
         &self,
         arguments: &mut ScoreArguments,
         kv: Option<KeyValueHeads>,
+        indexed: Option<IndexedCall>,
         input: &AttentionInput<'a>,
     ) -> Result<AttendedKeys<'a>> {
         let pages = if let Some(own) = input.pages {
             let KeyValueHeads { keys, values } = kv.ok_or_else(no_keys)?;
-            own.write(&keys, &values)?;
+            match indexed {
+                Some(indexed) => {
+                    own.write(&indexed.rows(&keys)?, &values)?;
+                    indexed.choose_in_pages(arguments, own, self.config.num_kv_heads(), self.config.head_dim())?;
+                }
+                None => own.write(&keys, &values)?,
+            }
             own
         } else {
             let earlier = input.shared_pages.ok_or_else(no_keys)?;
@@ -286,6 +294,12 @@ impl MultiHeadAttention {
             modifier.modify(arguments, None, &context)?;
         }
         Ok(AttendedKeys::Paged(pages))
+    }
+
+    /// Returns the sizes of the rows that a pool of the layer stores.
+    fn stored_sizes(&self) -> KvSizes {
+        let own = self.kv_sizes();
+        KvSizes { d: own.d + self.config.index_columns(), ..own }
     }
 
     /// Returns the sizes of the layer's keys and values.

@@ -30,8 +30,8 @@ use candle_attention_modules::base::{self, Dim, Expect, copied_to, number};
 #[doc(alias("topk_indices", "sparse_attention", "block_sparse"))]
 #[derive(Debug, Clone)]
 pub struct KeyLists {
-    entries: Tensor,
-    key_block: usize,
+    pub(super) entries: Tensor,
+    pub(super) key_block: usize,
     query_block: usize,
 }
 

@@ -44,8 +44,11 @@ impl KvPoolConfig {
 
     /// Returns the config of the pool of a layer of multi-head attention.
     /// [`for_latent_layer`](Self::for_latent_layer) is for latent attention.
+    /// After each key it has an equal part of the key of an indexer, if the layer has one, as an
+    /// [`AttentionCache`](crate::AttentionCache) of the layer does.
     pub fn for_layer(cfg: &MultiHeadAttentionConfig, table: &PageTable) -> Self {
-        Self::new(cfg.num_kv_heads(), cfg.head_dim(), table).with_value_head_dim(cfg.value_head_dim())
+        let key_width = cfg.head_dim().saturating_add(cfg.index_columns());
+        Self::new(cfg.num_kv_heads(), key_width, table).with_value_head_dim(cfg.value_head_dim())
     }
 
     /// Returns the config of a pool of latents of `width` numbers, whose first `value_width` numbers are the values

@@ -50,6 +50,27 @@ impl PagedKeys<'_> {
         self.rows_of(self.pool.keys(), s, len, len)?.floats(dtype)
     }
 
+    /// Returns the columns of the stored keys of sequence `s` from column `first` on, as [`keys_of`](Self::keys_of)
+    /// returns all of them; of codes in f32.
+    ///
+    /// # Errors
+    /// As [`keys_of`](Self::keys_of).
+    pub fn columns_of(&self, s: usize, first: usize) -> Result<Tensor> {
+        let width = self.pool.sizes().d - first;
+        let buffer = self.pool.keys();
+        let sequences = self.step.sequences();
+        let len = sequences.keys(s).end;
+        if buffer.codes.is_some() || sequences.keys(s).start > 0 || len == 0 {
+            return self.keys_of(s, DType::F32)?.narrow(3, first, width);
+        }
+        let columns = buffer.entries.narrow(3, first, width)?;
+        let mut pages = Vec::with_capacity(len.div_ceil(self.step.page_size));
+        for &page in &sequences.pages(s)[..len.div_ceil(self.step.page_size)] {
+            pages.push(columns.narrow(0, page as usize, 1)?);
+        }
+        Tensor::cat(&pages, 0)?.flatten(0, 1)?.narrow(0, 0, len)?.transpose(0, 1)?.unsqueeze(0)
+    }
+
     /// Returns the first `len` stored rows of sequence `s` as (1, H_kv, capacity, ..), with zeros after them.
     fn rows_of(&self, buffer: &Buffer, s: usize, len: usize, capacity: usize) -> Result<Buffer> {
         let page_size = self.step.page_size;

@@ -289,14 +289,6 @@ pub(super) const HYBRID: &[Family] = &[
         .window(Window::By(windows::recurrent_gemma)),
 ];
 
-/// Decoders of text with linear attention in most layers, whose softmax attention is of other kinds.
-pub(super) const LINEAR: &[Family] = &[
-    DECODER.of("bailing_hybrid").layers(42).width(2560).query_heads(32).linear(Linear::BAILING)
-        .unsupported(Some("latent attention with a gate")),
-    DECODER.of("qwen4_exp_text").layers(40).width(2048).query_heads(16).linear(Linear::QWEN4)
-        .unsupported(Some("attention to keys that an indexer chooses")),
-];
-
 /// The names of latent attention, whose parameters of queries differ between checkpoints.
 const NAMES: ModuleNames = ModuleNames {
     parameter: Some("kv_a_proj_with_mqa.weight"),
@@ -337,6 +329,9 @@ const GLM5_NEXT: Latent = Latent {
     ..Latent::DEEPSEEK
 };
 const KIMI_LINEAR: Latent = Latent { q_lora_rank: None, rotates: LatentRotation::None, ..Latent::DEEPSEEK };
+const BAILING: Latent = Latent { q_lora_rank: None, gate: Some(GATE_OF_HEADS), ..Latent::DEEPSEEK };
+const BAILING_NAMES: ModuleNames = ModuleNames { path: "layers.{}.attention", ..NAMES };
+const LONGCAT_NAMES: ModuleNames = ModuleNames { path: "layers.{}.self_attn.{}", ..NAMES };
 const AXK2: Latent = Latent {
     q_lora_rank: Some(384), kv_lora_rank: 128, nope_head_dim: 64, rope_head_dim: 32, value_head_dim: Some(64),
     gate: Some(GATE_IN_QUERY), indexer: Some(FamilyIndexer { num_heads: 16, ..FamilyIndexer::DEEPSEEK }),
@@ -385,6 +380,9 @@ pub(super) const LATENT: &[Family] = &[
     DEEPSEEK_V2.of("axk2").layers(48).width(2048).query_heads(32).rope(rope(10_000.0, 131_072).interleaved())
         .latent(AXK2).only(&[]),
     DEEPSEEK_V3.of("axk1").layers(61).width(7168).query_heads(64).rope(by_flag(32_768)),
+    // Most of its layers are recurrences.
+    DEEPSEEK_V3.of("bailing_hybrid").modules([Some(BAILING_NAMES), Some(NAMES)]).layers(42).width(2560).query_heads(32)
+        .rope(rope(6_000_000.0, 262_144).interleaved()).linear(Linear::BAILING).latent(BAILING),
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V2.of("deepseek_v32").layers(61).width(7168).query_heads(128).rope(rope(10_000.0, 163_840).interleaved())
@@ -403,6 +401,9 @@ pub(super) const LATENT: &[Family] = &[
     DEEPSEEK_V3.of("kimi_k2").has_default_sizes(false),
     DEEPSEEK_V3.of("kimi_linear").layers(27).width(2304).query_heads(32).latent(KIMI_LINEAR).linear(Linear::KIMI)
         .only(&[("mla_use_nope", "true")]),
+    DEEPSEEK_V3.of("longcat_flash").modules([Some(LONGCAT_NAMES), None]).layers_from("num_layers").layers(28)
+        .attentions_of_layer(2).width(6144).query_heads(64).rope(rope(10_000_000.0, 131_072).interleaved())
+        .latent(Latent { scales_latents: true, ..Latent::DEEPSEEK }),
     DEEPSEEK_V3.of("mistral_large4_text").layers(72).width(6144).query_heads(64)
         .modules([Some(NAMES), Some(MISTRAL_NAMES)])
         .rope(rope(10_000.0, 1_048_576).interleaved().default_parameters(MISTRAL_LARGE_4_ROPE)).latent(MISTRAL_LARGE_4),

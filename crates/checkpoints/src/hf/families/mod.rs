@@ -49,7 +49,6 @@ pub(super) fn families() -> impl Iterator<Item = &'static Family> {
         decoders::ROWS,
         decoders::GATED,
         decoders::HYBRID,
-        decoders::LINEAR,
         decoders::LATENT,
         decoders::COMPRESSED,
         decoders::GEMMAS,
@@ -119,14 +118,14 @@ columns! {
     value_norm: bool = false,
     /// Whether each head has a sink: a learned logit in the softmax.
     sinks: bool = false,
-    /// The kind of the model's softmax attention, if it is not supported.
-    unsupported: Option<&'static str> = None,
     /// Fields that change the output, and the one value that is supported, in JSON.
     only: &'static [(&'static str, &'static str)] = &[],
     /// The place of the relative bias, or of DeBERTa's vectors of distances, if the family has one.
     shared_place: SharedPlace = SharedPlace::FirstLayer,
     /// Attention of the model besides the self-attention of its layers.
     named: &'static [NamedAttention] = &[],
+    /// The number of attention modules of a layer, which count as layers.
+    attentions_of_layer: usize = 1,
     /// Whether the model has the module once, and not in each layer.
     once: bool = false,
     /// Changes of the config that no other column describes, in this order.

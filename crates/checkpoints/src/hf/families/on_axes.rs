@@ -45,6 +45,9 @@ const QWEN3_5: Family = QWEN3_VL.of("qwen3_5_text").layers(32).width(4096).query
     .qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsPlusOne)).linear(Linear::QWEN3_5)
     .gate(GATE_IN_QUERY);
 const QWEN3_5_MOE: Family = QWEN3_5.of("qwen3_5_moe_text").layers(40).width(2048).query_heads(16).grouped(2, 256);
+const QWEN4: Family = QWEN3_5_MOE.of("qwen4_exp_text")
+    .rope(rope(10_000.0, 32_768).partial(1.0).axes(Axes(RopeAxisLayout::Interleaved, &[11, 11, 10])))
+    .linear(Linear::QWEN4).rules(&[rules::qwen4_indexer]);
 const GLM4V: Family = DECODER.of("glm4v_text").layers(40).width(4096).query_heads(32).kv_heads(2)
     .head_dim_follows(true).bias(Bias::Qkv)
     .rope(glm4v(rope(10_000.0, 32_768).partial(1.0).interleaved()));
@@ -154,6 +157,7 @@ pub(super) const ROWS: &[Family] = &[
     QWEN3_VL_IMAGES.of("qwen3_vl_moe_vision"),
     QWEN3_VL,
     QWEN3_VL_IMAGES,
+    QWEN4,
     QWEN3_VL_IMAGES.of("qwen4_exp_vision"),
     ENCODER.of("sam3_vit_model").layers(32).width(1024).query_heads(16)
         .at(SAM3, "layers.{}.attention", WeightLayout::Canonical)

@@ -5,12 +5,15 @@ mod chosen;
 mod config;
 mod deepseek;
 mod load;
+mod mean_blocks;
 mod pooled;
+mod pools;
 mod scores;
 mod sequence_keys;
 mod top_k;
 
 use std::fmt::Debug;
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
@@ -21,6 +24,7 @@ pub use chosen::{ChosenKeys, OutputWithChoice};
 pub(super) use config::IndexerShape;
 pub use config::{IndexerConfig, IndexerQueries};
 pub(super) use load::load_indexer;
+pub(super) use mean_blocks::MeanBlockIndexer;
 pub(super) use scores::PRODUCTS;
 pub(super) use top_k::Scores;
 
@@ -45,6 +49,14 @@ pub(super) struct IndexQueries {
     pub q: Tensor,
     /// The factor of each head's scores, (B, T, heads) in f32, if the scores of the heads are summed.
     pub weights: Option<Tensor>,
+}
+
+impl IndexQueries {
+    /// Returns the queries of some of the tokens.
+    pub fn of_tokens(&self, tokens: Range<usize>) -> Result<Self> {
+        let weights = self.weights.as_ref().map(|weights| weights.narrow(1, tokens.start, tokens.len())).transpose()?;
+        Ok(Self { q: self.q.narrow(1, tokens.start, tokens.len())?, weights })
+    }
 }
 
 /// A module that chooses the keys of each query. Its choice has no gradient.

@@ -1,15 +1,13 @@
 //! The indexer of GLM-5.3, which scores pools of keys.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::{Init, ops};
 
 use super::deepseek::DeepSeekIndexer;
-use super::scores::PRODUCTS;
+use super::pools::{Pools, QueryPart};
 use super::sequence_keys::SequenceKeys;
-use super::top_k::Scores;
 use super::{IndexQueries, IndexedTokens, IndexerConfig, IndexerShape, KeyIndexer};
 use crate::mask::{AttentionMask, KeyLists};
 use candle_attention_modules::base::{Parameter, ParameterReader, WeightAndBias, part};
@@ -61,49 +59,6 @@ impl PooledIndexer {
         let keys = (weights * part(&whole, 2, 0..width)?)?.sum(1)?;
         keys.t()?.unsqueeze(0)
     }
-
-    /// Returns the chosen keys of the queries of one sequence, (T_q, entries), whose queries attend to these ranges.
-    fn choose_for_sequence(&self, queries: &IndexQueries, rows: &Tensor, ranges: &[Range<usize>]) -> Result<Vec<i64>> {
-        let pool = self.pool;
-        let own = SequenceKeys::new(ranges);
-        let pools = own.count / pool;
-        let chosen_pools = self.config.top_k / pool;
-        let entries = self.config.most_keys();
-        let mut chosen = vec![-1; ranges.len() * entries];
-        if pools > 0 {
-            let keys = self.pool_keys(&rows.narrow(0, own.first, own.count)?)?;
-            let step = (PRODUCTS / (self.config.num_heads * pools)).clamp(1, ranges.len().max(1));
-            for start in (0..ranges.len()).step_by(step) {
-                let n = step.min(ranges.len() - start);
-                let scores = queries.scores(&keys, start, n)?;
-                let whole_pools = |query: usize| {
-                    let visible = own.visible(query);
-                    let before = visible.start.div_ceil(pool);
-                    before..(visible.end / pool).max(before)
-                };
-                let pools_of_rows: Vec<_> = (start..start + n).map(whole_pools).collect();
-                let of_rows = Scores { scores: &scores, keys: 0..pools, ranges: &pools_of_rows, allowed: None };
-                let best = of_rows.largest(chosen_pools);
-                for (row, best_pools) in best.chunks_exact(chosen_pools).enumerate() {
-                    let to = &mut chosen[(start + row) * entries..][..entries];
-                    for (place, &number) in to.chunks_exact_mut(pool).zip(best_pools) {
-                        let Ok(number) = usize::try_from(number) else { continue };
-                        for (i, entry) in place.iter_mut().enumerate() {
-                            *entry = (own.first + number * pool + i) as i64;
-                        }
-                    }
-                }
-            }
-        }
-        for (query, to) in chosen.chunks_exact_mut(entries).enumerate() {
-            // The tokens after the last whole pool.
-            let end = own.visible(query).end;
-            for (entry, key) in to[chosen_pools * pool..].iter_mut().zip(end / pool * pool..end) {
-                *entry = (own.first + key) as i64;
-            }
-        }
-        Ok(chosen)
-    }
 }
 
 impl KeyIndexer for PooledIndexer {
@@ -131,9 +86,14 @@ impl KeyIndexer for PooledIndexer {
         let ranges = &ranges_of_call.rows(OP)?.keys;
         let mut chosen = Vec::with_capacity(b * t_q * self.config.most_keys());
         for (sequence, own) in ranges.chunks_exact(t_q).enumerate() {
+            let chosen_pools = self.config.top_k / self.pool;
+            let pools = Pools { pool: self.pool, chosen: chosen_pools, keys: SequenceKeys::new(own) };
+            let rows = keys.get(sequence)?.narrow(0, pools.keys.first, pools.keys.count)?;
+            let pool_keys = self.pool_keys(&rows)?;
             let weights = queries.weights.as_ref().map(|weights| weights.narrow(0, sequence, 1)).transpose()?;
             let own_queries = IndexQueries { q: queries.q.narrow(0, sequence, 1)?, weights };
-            chosen.extend(self.choose_for_sequence(&own_queries, &keys.get(sequence)?, own)?);
+            let scores = |part: QueryPart| own_queries.scores(&pool_keys, part.start, part.count);
+            chosen.extend(pools.choose(t_q, self.config.num_heads, scores)?);
         }
         let lists = Tensor::from_vec(chosen, (b, 1, t_q, self.config.most_keys()), &Device::Cpu)?;
         Ok(Some(KeyLists::new(&lists)?))

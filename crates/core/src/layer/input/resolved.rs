@@ -133,6 +133,7 @@ impl<'a> AttentionInput<'a> {
     {
         AttentionInput {
             mask: self.mask,
+            chosen_keys: self.chosen_keys,
             train: self.train,
             dropout_seed: self.dropout_seed,
             trees: self.trees,

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 
 use super::{LayerIndexer, MultiHeadLatentAttention, OP};
 use crate::layer::indexer::{ChoiceRecord, IndexQueries, OutputWithChoice};
@@ -10,6 +10,7 @@ use crate::layer::input::AttentionInput;
 use crate::mask::{AttentionMask, KeyLists};
 use crate::sdpa::{Attended, AttentionStatistics, StatisticsOptions};
 use candle_attention_call::RequestedResults;
+use candle_attention_modules::base::rows_of;
 
 /// The source of the keys that the queries of a call attend to.
 pub(super) enum ChoiceOf {
@@ -17,6 +18,28 @@ pub(super) enum ChoiceOf {
     Indexer(IndexQueries),
     /// The indexer of an earlier layer, which chose these.
     EarlierLayer(KeyLists),
+}
+
+/// The source of the keys that the queries of sequences in pages attend to.
+pub(in crate::layer) enum PagedChoice {
+    /// The layer's indexer, by these queries.
+    Indexer(IndexQueries),
+    /// The indexer of an earlier layer, which chose these for each sequence.
+    EarlierLayer(Vec<Option<KeyLists>>),
+}
+
+impl PagedChoice {
+    /// Returns the choice for the queries of one sequence, which have these indices in the step; `None` if they attend
+    /// to all keys.
+    pub(super) fn of_sequence(&self, sequence: usize, queries: &[u32]) -> Result<Option<ChoiceOf>> {
+        Ok(match self {
+            Self::Indexer(IndexQueries { q, weights }) => Some(ChoiceOf::Indexer(IndexQueries {
+                q: rows_of(q, 1, queries)?,
+                weights: weights.as_ref().map(|weights| rows_of(weights, 1, queries)).transpose()?,
+            })),
+            Self::EarlierLayer(all) => all[sequence].clone().map(ChoiceOf::EarlierLayer),
+        })
+    }
 }
 
 /// A choice of the keys of a call, which reads some columns of the stored rows.
@@ -60,8 +83,10 @@ impl MultiHeadLatentAttention {
         wanted: RequestedResults,
         record: &ChoiceRecord,
     ) -> Result<Attended> {
-        if input.any_pages().is_some() {
-            bail!("[{OP}] a choice of keys was requested from a call with pages, expected a cache or none")
+        if input.pages.is_some() && input.has_pages_of_batch() {
+            let batch = self.paged_batch(&input)?;
+            let run = |own: AttentionInput| Ok(self.run_recording(own, RequestedResults::default(), record)?.output);
+            return Ok(batch.run(OP, &input, wanted, run)?.into());
         }
         self.prepare_recording(&input, None, record)?.finish(input.cache, wanted)
     }

@@ -2,19 +2,19 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::choice::{CallChoice, ChoiceOf};
+use super::choice::{CallChoice, ChoiceOf, PagedChoice};
 use super::projections::{CompressedQueries, PositionsOfQueries, ProjectedQueries};
 use super::{LatentPages, LayerIndexer, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OP};
 use crate::cache::{KeyChoice, KvFloats, NewTokens};
 use crate::layer::forward::{AttendedKeys, PreparedCall};
-use crate::layer::indexer::{ChoiceRecord, IndexedTokens};
+use crate::layer::indexer::{ChoiceRecord, ChosenKeys, IndexedTokens};
 use crate::layer::input::{AttentionInput, KeysFrom};
 use crate::layer::paged_batch::PagedBatch;
 use crate::layer::temperature;
 use crate::layer::validate::ExpectedInput;
 use crate::layer::warnings;
 use crate::layer::whole_mask::MaskedCall;
-use crate::mask::{AttentionMask, KeyLists};
+use crate::mask::AttentionMask;
 use crate::position::Rotation;
 use crate::sdpa::{Attended, FunctionKeys, OwnKeys};
 use candle_attention_call::RequestedResults;
@@ -99,7 +99,7 @@ impl MultiHeadLatentAttention {
         let t = xs.dim(1)?;
         let is_cached = input.any_cache().is_some();
         let absorbs_in_pages = absorbs;
-        let earlier = input.chosen_keys.and_then(|chosen| chosen.lists.as_ref()).map(KeyLists::most_entries);
+        let earlier = input.chosen_keys.and_then(ChosenKeys::most_keys);
         let most_keys = earlier.or_else(|| cfg.indexer().map(|indexer| indexer.most_keys()));
         let absorbs = is_cached && absorbs.unwrap_or_else(|| cfg.absorbs(t, tokens.longest(), most_keys));
         let CompressedQueries { latents, with_gate } = self.compress_queries(&xs)?;
@@ -129,11 +129,16 @@ impl MultiHeadLatentAttention {
         let mut cache_after = None;
         let keys = if let Some(pages) = input.pages {
             pages.write_latents(&rows, cfg.kv_lora_rank())?;
-            let index_queries = match choice {
-                Some(CallChoice { of: ChoiceOf::Indexer(queries), .. }) => Some(queries),
-                _ => None,
+            let of_sequences = input.chosen_keys.and_then(|chosen| chosen.of_sequences.clone());
+            let choice = match (choice, of_sequences) {
+                (Some(CallChoice { of: ChoiceOf::Indexer(queries), .. }), _) => Some(PagedChoice::Indexer(queries)),
+                (_, Some(lists)) => Some(PagedChoice::EarlierLayer(lists)),
+                (_, None) => None,
             };
-            AttendedKeys::Latents(LatentPages { layer: self, pages, absorbs: absorbs_in_pages, index_queries })
+            record.begin_sequences(pages.step.sequences().len());
+            let record = record.clone();
+            let absorbs = absorbs_in_pages;
+            AttendedKeys::Latents(LatentPages { layer: self, pages, absorbs, choice, most_keys, record })
         } else if let Some(cache) = &input.cache {
             let mut staged = cache.stage(&tokens, &rows, None, cfg.kv_lora_rank())?;
             if !absorbs {
@@ -184,6 +189,20 @@ impl MultiHeadLatentAttention {
         part(rows, 3, self.config.kv_lora_rank() + self.config.rope_head_dim()..rows.dim(3)?)
     }
 
+    /// Checks that keys were chosen in a call with pages if this call has some, and for its number of sequences.
+    fn check_chosen_keys(&self, input: &AttentionInput, chosen: &ChosenKeys) -> Result<()> {
+        let sequences = input.any_pages().map(|step| step.sequences().len());
+        let found = chosen.of_sequences.as_ref().map(Vec::len);
+        if found == sequences {
+            return Ok(());
+        }
+        let call = |sequences: Option<usize>| match sequences {
+            Some(count) => format!("a call with pages of {count} sequences"),
+            None => "a call without pages".to_string(),
+        };
+        bail!("[{OP}] the keys were chosen in {}, expected {} as this one", call(found), call(sequences))
+    }
+
     /// Checks the inputs of a call.
     fn validate(&self, input: &AttentionInput) -> Result<CheckedLatentInput> {
         let cfg = &self.config;
@@ -223,9 +242,7 @@ impl MultiHeadLatentAttention {
             Some(_) if !cfg.shared_choice() => {
                 bail!("[{OP}] keys that another layer chose were given, expected a layer that asks for them")
             }
-            _ if cfg.shared_choice() && input.any_pages().is_some() => bail!(
-                "[{OP}] pages were given to a layer that attends to the keys that an earlier layer chose, expected a cache"
-            ),
+            Some(chosen) => self.check_chosen_keys(input, chosen)?,
             None if cfg.shared_choice() => bail!(
                 "[{OP}] the layer attends to the keys that an earlier layer chose, expected a call `with_chosen_keys`"
             ),

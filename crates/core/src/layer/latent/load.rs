@@ -100,7 +100,7 @@ impl MultiHeadLatentAttention {
             };
             let down = heads.stored_module(&["kv_a_proj_with_mqa", "wkv_a_with_mqa"]);
             let up = heads.stored_module(&["kv_b_proj", "wkv_b"]);
-            let out = heads.stored_module(&["o_proj", "wo"]);
+            let out = heads.stored_module(&["o_proj", "wo", "dense"]);
             Ok(LatentProjections {
                 compression,
                 queries,

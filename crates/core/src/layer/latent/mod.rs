@@ -73,7 +73,8 @@ const OP: &str = "multi_head_latent_attention";
 /// In [pages](AttentionInput::with_pages) of a pool made by
 /// [`KvPoolConfig::for_latent_layer`](crate::KvPoolConfig::for_latent_layer), sequences whose queries absorb the matrix
 /// of keys attend to the latents in place. For a long chunk of a prompt, keys and values are computed from a copy of
-/// its latents, and so they are for every sequence of a layer with an indexer.
+/// its latents, and so they are for every sequence of a layer whose keys an indexer chooses, its own or an earlier
+/// layer's.
 ///
 /// With an [indexer](MultiHeadLatentAttentionConfig::with_indexer), each query attends to the keys that it chooses. A
 /// cache then stores the key of the indexer too.

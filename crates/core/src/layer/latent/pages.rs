@@ -4,10 +4,10 @@
 use candle_attention_call::RequestedResults;
 use candle_core::{Result, Tensor, bail};
 
-use super::choice::ChoiceOf;
+use super::choice::PagedChoice;
 use super::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OP};
 use crate::cache::KvFloats;
-use crate::layer::indexer::{ChoiceRecord, IndexQueries};
+use crate::layer::indexer::ChoiceRecord;
 use crate::mask::AttentionMask;
 use crate::pages::{KvPoolConfig, PageTable, PagedKeys};
 use crate::sdpa::{Attended, Call, PagedSequences, Plan, Qkv, SdpaOptions, attend, plan_of_call};
@@ -48,8 +48,12 @@ pub(in crate::layer) struct LatentPages<'a> {
     pub pages: PagedKeys<'a>,
     /// Whether queries absorb the matrix of keys; by default, the form with fewer multiplications for each sequence.
     pub absorbs: Option<bool>,
-    /// The queries of the layer's indexer, if it has one.
-    pub index_queries: Option<IndexQueries>,
+    /// The choice of the keys of each sequence, if queries do not attend to all of them.
+    pub choice: Option<PagedChoice>,
+    /// The most keys that a query attends to, if they are chosen.
+    pub most_keys: Option<usize>,
+    /// The keys that are chosen, for later layers.
+    pub record: ChoiceRecord,
 }
 
 /// Sequences of a step that are attended to in one call.
@@ -119,11 +123,10 @@ impl LatentPages<'_> {
         };
         // Results besides the output, and dropout, are for one call. Lists of keys are for all queries.
         let is_one_call = wanted != RequestedResults::default() || options.drops() || mask.has_key_lists();
-        let chooses_keys = self.index_queries.is_some();
-        let most_keys = self.layer.config.indexer().map(|indexer| indexer.most_keys());
+        let chooses_keys = self.choice.is_some();
         if chooses_keys && is_one_call {
             bail!(
-                "[{OP}] a call with pages of a layer with an indexer has weights, statistics, dropout or key lists, \
+                "[{OP}] a call with pages of a layer whose keys are chosen has weights, statistics, dropout or key lists, \
                  expected none of them"
             )
         }
@@ -132,7 +135,7 @@ impl LatentPages<'_> {
         for s in 0..sequences.len() {
             let t_q = sequences.queries(s).len();
             let keys = sequences.keys(s);
-            let absorbs = self.absorbs.unwrap_or_else(|| self.layer.config.absorbs(t_q, keys.end, most_keys));
+            let absorbs = self.absorbs.unwrap_or_else(|| self.layer.config.absorbs(t_q, keys.end, self.most_keys));
             if t_q == 0 {
                 continue;
             }
@@ -192,13 +195,12 @@ impl LatentPages<'_> {
             latents.push(self.pages.keys_of(s, dtype)?);
         }
         let latents = Tensor::cat(&latents, 0)?;
-        if let Some(queries) = &self.index_queries {
-            let own = ChoiceOf::Indexer(IndexQueries {
-                q: rows_of(&queries.q, 1, &part.queries)?,
-                weights: queries.weights.as_ref().map(|weights| rows_of(weights, 1, &part.queries)).transpose()?,
-            });
-            let keys = layer.index_keys_of(&latents)?;
-            of_sequence = layer.with_chosen_keys(of_sequence, &own, &keys, &ChoiceRecord::default())?;
+        if let (Some(choice), &[s]) = (&self.choice, part.sequences.as_slice())
+            && let Some(own) = choice.of_sequence(s, &part.queries)?
+        {
+            let record = ChoiceRecord::default();
+            of_sequence = layer.with_chosen_keys(of_sequence, &own, &layer.index_keys_of(&latents)?, &record)?;
+            self.record.set_of_sequence(s, record.get().lists.as_ref());
         }
         let KvFloats { k, v } =
             if part.absorbs { layer.without_index_keys(&latents)? } else { layer.expand(&latents)? };

@@ -7,6 +7,7 @@ mod cuda;
 mod frequencies;
 mod metal;
 mod scaling;
+mod stored;
 
 pub use axes::{RopeAxes, RopeAxisLayout};
 pub use config::{RopeConfig, RopeStyle};
