@@ -137,8 +137,14 @@ impl MultiHeadLatentAttention {
             };
             record.begin_sequences(pages.step.sequences().len());
             let record = record.clone();
-            let absorbs = absorbs_in_pages;
-            AttendedKeys::Latents(LatentPages { layer: self, pages, absorbs, choice, most_keys, record })
+            AttendedKeys::Latents(LatentPages {
+                layer: self,
+                pages,
+                absorbs: absorbs_in_pages,
+                choice,
+                most_keys,
+                record,
+            })
         } else if let Some(cache) = &input.cache {
             let mut staged = cache.stage(&tokens, &rows, None, cfg.kv_lora_rank())?;
             if !absorbs {
@@ -196,7 +202,7 @@ impl MultiHeadLatentAttention {
         if found == sequences {
             return Ok(());
         }
-        let call = |sequences: Option<usize>| match sequences {
+        let call = |number: Option<usize>| match number {
             Some(count) => format!("a call with pages of {count} sequences"),
             None => "a call without pages".to_string(),
         };
