@@ -263,9 +263,9 @@ fn layer_with_shared_choice_in_pages_matches_transformers() -> Result<()> {
             let error = sharing.forward_with(own().with_chosen_keys(&without_pages)).expect_err("another call");
             let text = "the keys were chosen in a call without pages, expected a call with pages of 2 sequences";
             assert!(error.to_string().contains(text), "{error}");
-            let error = sharing.forward_with(AttentionInput::new(xs).with_chosen_keys(&made.chosen));
-            let text = "the keys were chosen in a call with pages of 2 sequences, expected a call without pages";
-            assert!(error.expect_err("another call").to_string().contains(text));
+            let in_pages = sharing.forward_with(AttentionInput::new(xs).with_chosen_keys(&made.chosen));
+            let reason = "the keys were chosen in a call with pages of 2 sequences, expected a call without pages";
+            assert!(in_pages.expect_err("another call").to_string().contains(reason));
             step.commit();
             before = [before[0] + tokens[0], before[1] + tokens[1]];
         }

@@ -119,5 +119,6 @@ fn remove(cache: &mut Cache, sequence: usize) -> Result<()> {
     match cache {
         Cache::Softmax(cache) => cache.swap_remove(sequence),
         Cache::Linear(cache) => cache.swap_remove(sequence),
+        Cache::Compressed(_) => bail!("[joined] caches of compressed keys do not join, expected another model"),
     }
 }
