@@ -156,7 +156,7 @@ CONFIGS = {
     "table-transformer": RESNET,
     "dinov3_vit": {"num_register_tokens": 3},
     "helium": {"head_dim": 8},
-    "longcat_flash": {"head_dim": 4, "qk_head_dim": 10, "zero_expert_num": 1},
+    "longcat_flash": {"head_dim": 16, "qk_head_dim": 32, "zero_expert_num": 1},
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"],
         "num_attention_heads_per_layer": [6, 4],
