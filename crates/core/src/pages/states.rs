@@ -46,7 +46,7 @@ pub struct StepStates {
 pub struct StateAfter {
     /// The number of the step's tokens of the sequence after which it is the state.
     pub tokens: usize,
-    /// The slot that the state is written to.
+    /// The number of the slot that the state is written to.
     pub state: u32,
 }
 

@@ -22,19 +22,19 @@ pub struct CallSizes {
     pub(super) element: ElementType,
     /// The batch size of the tensors: 1 for packed sequences.
     pub batch: usize,
-    /// The sequences: the batch size, or the number of packed sequences.
+    /// The number of sequences: the batch size, or the number of packed sequences.
     pub sequences: usize,
-    /// H.
+    /// H, the number of query heads.
     pub heads: usize,
-    /// H_kv.
+    /// H_kv, the number of heads of keys and values.
     pub key_heads: usize,
     /// T_q, or the number of queries of all packed sequences.
     pub queries: usize,
     /// T_kv, or the number of keys of all packed sequences.
     pub keys: usize,
-    /// D.
+    /// D, the width of a query and of a key.
     pub head_dim: usize,
-    /// D_v.
+    /// D_v, the width of a value.
     pub value_dim: usize,
     /// T_q, or the most queries of a packed sequence.
     pub longest_queries: usize,

@@ -48,7 +48,7 @@ pub struct EmulatedLaunch<'a> {
     pub regions: &'a [Region],
     /// The constants of a library that reads them at run time; else none.
     pub constants: &'a [i64],
-    /// Which of three orders of blocks and threads, from 0.
+    /// The number of one of three orders of blocks and threads, from 0.
     pub order: u32,
 }
 

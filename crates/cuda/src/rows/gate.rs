@@ -100,7 +100,7 @@ kernel_struct! {
         /// The number of columns of a warp; all of a row if G is 1.
         pub columns: i32,
         // ---- options ----
-        /// One of the constants in activations.cuh.
+        /// The number of the activation: one of the constants in activations.cuh.
         pub activation: i32,
     }
 

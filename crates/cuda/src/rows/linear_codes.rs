@@ -77,7 +77,7 @@ kernel_struct! {
         pub table: InputPointer<Elements>,
         /// The number that is subtracted from nested numbers first.
         pub middle: i32,
-        /// Nothing: the structs have no padding.
+        /// 0: makes the size a multiple of 8 bytes.
         pub reserved: i32,
     }
 }
@@ -95,7 +95,7 @@ kernel_struct! {
         pub offsets: GroupPointers,
         /// The number of groups of a row.
         pub groups: i32,
-        /// Nothing: the structs have no padding.
+        /// 0: makes the size a multiple of 8 bytes.
         pub reserved: i32,
     }
 }
