@@ -93,7 +93,7 @@ impl IndexedCall {
                 let rows = pages.columns_of(s, d)?;
                 let joined = rows.transpose(1, 2)?.contiguous()?.reshape((1, rows.dim(2)?, h_kv * columns))?;
                 let keys = part(&joined, 2, 0..width)?.contiguous()?;
-                let own = self.queries.of_tokens(of_sequence)?;
+                let own = self.queries.select(|xs| xs.narrow(1, of_sequence.start, t_q))?;
                 lists = self.module.choose(&own, &keys, &arguments.mask.of_sequences(&[s]))?;
             }
             all.push(SequenceLists { lists, t_q, t_kv: sequences.keys(s).end });

@@ -35,9 +35,7 @@ impl ProjectedTokens {
         let of_tokens = |xs: &Tensor| part(&part(xs, 0, sequence..sequence + 1)?, 1, own.clone());
         let mut index = None;
         if let Some(ProjectedIndex { queries, compressed }) = &self.index {
-            let weights = queries.weights.as_ref().map(of_tokens).transpose()?;
-            let queries = IndexQueries { q: of_tokens(&queries.q)?, weights };
-            index = Some(ProjectedIndex { queries, compressed: of_tokens(compressed)? });
+            index = Some(ProjectedIndex { queries: queries.select(of_tokens)?, compressed: of_tokens(compressed)? });
         }
         Ok(Self {
             q: of_tokens(&self.q)?,

@@ -13,7 +13,6 @@ mod sequence_keys;
 mod top_k;
 
 use std::fmt::Debug;
-use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
@@ -52,10 +51,9 @@ pub(super) struct IndexQueries {
 }
 
 impl IndexQueries {
-    /// Returns the queries of some of the tokens.
-    pub fn of_tokens(&self, tokens: Range<usize>) -> Result<Self> {
-        let weights = self.weights.as_ref().map(|weights| weights.narrow(1, tokens.start, tokens.len())).transpose()?;
-        Ok(Self { q: self.q.narrow(1, tokens.start, tokens.len())?, weights })
+    /// Selects queries: `select` returns the entries of some sequences and tokens of a tensor (B, T, ..).
+    pub fn select(&self, select: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(Self { q: select(&self.q)?, weights: self.weights.as_ref().map(&select).transpose()? })
     }
 }
 

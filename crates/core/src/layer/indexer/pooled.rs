@@ -90,8 +90,7 @@ impl KeyIndexer for PooledIndexer {
             let pools = Pools { pool: self.pool, chosen: chosen_pools, keys: SequenceKeys::new(own) };
             let rows = keys.get(sequence)?.narrow(0, pools.keys.first, pools.keys.count)?;
             let pool_keys = self.pool_keys(&rows)?;
-            let weights = queries.weights.as_ref().map(|weights| weights.narrow(0, sequence, 1)).transpose()?;
-            let own_queries = IndexQueries { q: queries.q.narrow(0, sequence, 1)?, weights };
+            let own_queries = queries.select(|xs| xs.narrow(0, sequence, 1))?;
             let scores = |part: QueryPart| own_queries.scores(&pool_keys, part.start, part.count);
             chosen.extend(pools.choose(t_q, self.config.num_heads, scores)?);
         }

@@ -33,10 +33,7 @@ impl PagedChoice {
     /// to all keys.
     pub(super) fn of_sequence(&self, sequence: usize, queries: &[u32]) -> Result<Option<ChoiceOf>> {
         Ok(match self {
-            Self::Indexer(IndexQueries { q, weights }) => Some(ChoiceOf::Indexer(IndexQueries {
-                q: rows_of(q, 1, queries)?,
-                weights: weights.as_ref().map(|weights| rows_of(weights, 1, queries)).transpose()?,
-            })),
+            Self::Indexer(of_step) => Some(ChoiceOf::Indexer(of_step.select(|xs| rows_of(xs, 1, queries))?)),
             Self::EarlierLayer(all) => all[sequence].clone().map(ChoiceOf::EarlierLayer),
         })
     }
