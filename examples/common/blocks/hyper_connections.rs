@@ -46,6 +46,22 @@ impl Numbers {
     }
 }
 
+/// The sizes of [`Parameters`].
+struct ParameterSizes {
+    rows: usize,
+    /// N · E, the number of entries of all streams of a token.
+    entries: usize,
+    /// The number of factors.
+    parts: usize,
+}
+
+/// Rows of a projection that share a factor.
+struct RowsOfPart {
+    part: usize,
+    first: usize,
+    count: usize,
+}
+
 /// The parameters of projections of the streams, of which a token has one for each row.
 struct Parameters {
     /// (rows, N · E).
@@ -57,8 +73,9 @@ struct Parameters {
 }
 
 impl Parameters {
-    /// Reads the parameters whose names have this prefix, for streams of N · E numbers in all.
-    fn read(weights: &Weights, prefix: &str, rows: usize, numbers: usize, parts: usize) -> Result<Self> {
+    /// Reads the parameters whose names have this prefix.
+    fn read(weights: &Weights, prefix: &str, sizes: ParameterSizes) -> Result<Self> {
+        let ParameterSizes { rows, entries, parts } = sizes;
         let tensor = |name: &str, shape: &[usize]| {
             let name = format!("{prefix}{name}");
             let found = weights.get_unchecked_dtype(&name, DType::F32)?;
@@ -68,14 +85,15 @@ impl Parameters {
             Ok(found)
         };
         Ok(Self {
-            projection: PackedLinear::new(&tensor("fn", &[rows, numbers])?, None)?,
+            projection: PackedLinear::new(&tensor("fn", &[rows, entries])?, None)?,
             base: tensor("base", &[rows])?,
             scale: tensor("scale", &[parts])?,
         })
     }
 
     /// Returns some of the projections with their base and factor.
-    fn scaled(&self, projected: &Tensor, first: usize, count: usize, part: usize) -> Result<Tensor> {
+    fn scaled(&self, projected: &Tensor, rows: RowsOfPart) -> Result<Tensor> {
+        let RowsOfPart { part, first, count } = rows;
         let own = projected.narrow(2, first, count)?.contiguous()?;
         own.broadcast_mul(&self.scale.narrow(0, part, 1)?)?.broadcast_add(&self.base.narrow(0, first, count)?)
     }
@@ -109,7 +127,8 @@ impl HyperConnection {
     pub fn load(json: &Value, block: &Weights, module: &str, width: usize) -> Result<Self> {
         let numbers = Numbers::of(json)?;
         let n = numbers.streams;
-        let parameters = Parameters::read(block, &format!("hc_{module}_"), (2 + n) * n, n * width, 3)?;
+        let sizes = ParameterSizes { rows: (2 + n) * n, entries: n * width, parts: 3 };
+        let parameters = Parameters::read(block, &format!("hc_{module}_"), sizes)?;
         Ok(Self { numbers, parameters })
     }
 
@@ -118,11 +137,13 @@ impl HyperConnection {
         let Self { numbers, parameters } = self;
         let n = numbers.streams;
         let projected = numbers.project(xs, &parameters.projection)?;
-        let reading = numbers.reading_weights(&parameters.scaled(&projected, 0, n, 0)?)?;
-        let output_weights = (ops::sigmoid(&parameters.scaled(&projected, n, n, 1)?)? * 2.0)?;
+        let of_input = parameters.scaled(&projected, RowsOfPart { part: 0, first: 0, count: n })?;
+        let of_output = parameters.scaled(&projected, RowsOfPart { part: 1, first: n, count: n })?;
+        let of_streams = parameters.scaled(&projected, RowsOfPart { part: 2, first: 2 * n, count: n * n })?;
+        let reading = numbers.reading_weights(&of_input)?;
+        let output_weights = (ops::sigmoid(&of_output)? * 2.0)?;
         let (b, t, ..) = xs.dims4()?;
-        let logits = parameters.scaled(&projected, 2 * n, n * n, 2)?.reshape((b, t, n, n))?;
-        let mixing = self.balanced(&logits)?.to_dtype(xs.dtype())?;
+        let mixing = self.balanced(&of_streams.reshape((b, t, n, n))?)?.to_dtype(xs.dtype())?;
         Ok(ReadStreams {
             input: sum_of_streams(xs, &reading)?,
             output_weights: output_weights.to_dtype(xs.dtype())?.unsqueeze(3)?,
@@ -156,7 +177,8 @@ impl StreamSum {
         let prefixes = ["hc_head.hc_", "hc_head_"];
         let is_there = |prefix: &&str| model.contains_tensor(&format!("{prefix}fn"));
         let prefix = prefixes.into_iter().find(is_there).unwrap_or(prefixes[0]);
-        let parameters = Parameters::read(model, prefix, numbers.streams, numbers.streams * width, 1)?;
+        let n = numbers.streams;
+        let parameters = Parameters::read(model, prefix, ParameterSizes { rows: n, entries: n * width, parts: 1 })?;
         Ok(Self { numbers, parameters })
     }
 
@@ -169,7 +191,8 @@ impl StreamSum {
     /// Returns the sum of streams (B, T, N, E): (B, T, E).
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let projected = self.numbers.project(xs, &self.parameters.projection)?;
-        let logits = self.parameters.scaled(&projected, 0, self.numbers.streams, 0)?;
+        let rows = RowsOfPart { part: 0, first: 0, count: self.numbers.streams };
+        let logits = self.parameters.scaled(&projected, rows)?;
         sum_of_streams(xs, &self.numbers.reading_weights(&logits)?)
     }
 }
